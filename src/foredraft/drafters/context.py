@@ -1,0 +1,65 @@
+"""What a drafter's factory is given.
+
+Owns: DrafterContext, DrafterFactory, and which noise a verification rule lets a drafter use.  Does not know: any drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foredraft.config import RULES, SpeculativeConfig
+from foredraft.sampling import STREAM_DRAFT, STREAM_TARGET
+from foredraft.types import Drafter, Target, refuse_unknown
+
+if TYPE_CHECKING:
+    from foredraft.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A loaded draft model.
+
+    ``kv`` accounts for the blocks that ``target`` writes to.  ``vocabulary`` maps token text to id; empty when the model
+    comes without a tokenizer, and then nothing is compared.
+    """
+
+    target: Target
+    kv: KVCache
+    vocabulary: Mapping[str, int]
+
+
+def _no_vocabulary() -> Mapping[str, int]:
+    return {}
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter may need to know about the engine that it serves.
+
+    ``vocab_size`` and ``max_model_len`` are the target's.  ``vocabulary()`` is the target's token text to id.
+    ``load_draft_model(name)`` loads a small model when it is called, not before.  ``stream`` is the noise stream that
+    sampled drafts draw from, and ``with_probs`` says whether they must report their distributions; see ``draws_for``.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    stream: int = STREAM_TARGET
+    with_probs: bool = False
+    max_num_batched_tokens: int = 512
+    vocabulary: Callable[[], Mapping[str, int]] = _no_vocabulary
+    load_draft_model: Callable[[str], DraftModel] | None = None
+
+
+DrafterFactory = Callable[[SpeculativeConfig, DrafterContext], Drafter]
+
+
+def draws_for(rule: str) -> tuple[int, bool]:
+    """``(stream, with_probs)`` that a verification rule asks of sampled drafts.
+
+    The coupled rule compares tokens drawn with the same noise (Daliri et al., 2408.07978).  The rejection and block rules
+    weigh a draft token by its probability, which is valid only when its noise is independent of theirs.
+    """
+    refuse_unknown("rejection_sample_method", rule, RULES)
+    return (STREAM_TARGET, False) if rule == "coupled" else (STREAM_DRAFT, True)

@@ -1,0 +1,126 @@
+"""Prompt lookup: continue as the text did after the last occurrence of its present end.
+
+Owns: the index from n-grams of one sequence to where they occurred before.  Does not know: other sequences, or any model.
+
+The index is a trie over all n-grams up to ``max_n``; the nodes of the present suffixes move down by one token per commit, so a
+commit costs one dictionary look-up per n and a lookup reads an array per n.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from foredraft.config import SpeculativeConfig
+from foredraft.drafters.context import DrafterContext
+from foredraft.types import Draft, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_OCCURRENCES = 64
+
+
+class _Index:
+    """``previous[n][t]`` is the last position before ``t`` where the n-gram that ends at ``t`` also ended; -1 for none."""
+
+    def __init__(self, max_n: int) -> None:
+        self.num_tokens = 0
+        self.previous = [array("i") for _ in range(max_n + 1)]
+        self._max_n = max_n
+        self._children: dict[int, int] = {}
+        self._last_end = array("i", [-1])
+        self._suffix_nodes = [0] * (max_n + 1)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Index the tokens that were committed since the last call."""
+        assert len(tokens) >= self.num_tokens, (len(tokens), self.num_tokens)
+        for position in range(self.num_tokens, len(tokens)):
+            self._append(tokens[position], position)
+        self.num_tokens = len(tokens)
+
+    def _append(self, token: int, position: int) -> None:
+        children, last_end, nodes = self._children, self._last_end, self._suffix_nodes
+        # Longest first: the node for n is a child of the old node for n - 1.
+        for n in range(self._max_n, 0, -1):
+            if n > position + 1:
+                self.previous[n].append(-1)
+                continue
+            edge = nodes[n - 1] << 32 | token
+            node = children.get(edge)
+            if node is None:
+                node = children[edge] = len(last_end)
+                last_end.append(-1)
+            self.previous[n].append(last_end[node])
+            last_end[node] = position
+            nodes[n] = node
+
+
+class NgramDrafter:
+    """Drafts by the longest match of n tokens, ``max_n`` >= n >= ``min_n``, and of those the most recent.
+
+    A match that overlaps the end continues into its own draft, so text in a loop of any period yields full drafts.
+    Drafts are deterministic.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        assert 1 <= min_n <= max_n, (min_n, max_n)
+        self._min_n = min_n
+        self._max_n = max_n
+        self._indexes: dict[int, _Index] = {}
+
+    def open(self, seq: Sequence) -> None:
+        """Start with an empty index; the first ``propose`` fills it, so a sequence that never drafts costs nothing."""
+        self._indexes[seq.seq_id] = _Index(self._max_n)
+
+    def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
+        """One draft per sequence: ``num_tokens[i]`` tokens, or none when nothing matches."""
+        drafts = []
+        for seq, num in zip(seqs, num_tokens, strict=True):
+            found = self.candidates(seq, num, 1)
+            drafts.append(Draft(found[0]) if found else Draft())
+        return drafts
+
+    def candidates(self, seq: Sequence, num_tokens: int, limit: int) -> list[tuple[int, ...]]:
+        """Up to ``limit`` distinct continuations of ``num_tokens`` tokens: longer matches first, then the more recent."""
+        index = self._indexes[seq.seq_id]
+        index.extend(seq.tokens)
+        distinct = dict.fromkeys(self._continuations(index, seq.tokens, num_tokens)) if limit > 1 else None
+        return list(islice(distinct or self._continuations(index, seq.tokens, num_tokens), limit))
+
+    def _continuations(self, index: _Index, tokens: list[int], num_tokens: int) -> Iterator[tuple[int, ...]]:
+        if not tokens or num_tokens < 1:
+            return
+        for n in range(self._max_n, self._min_n - 1, -1):
+            previous = index.previous[n]
+            end = previous[-1]
+            for _ in range(MAX_OCCURRENCES):
+                if end < 0:
+                    break
+                yield _copy(tokens, end + 1, num_tokens)
+                end = previous[end]
+
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+        """Nothing to do: ``propose`` indexes whatever was committed meanwhile, and drafts are never indexed."""
+
+    def close(self, seq: Sequence) -> None:
+        """Drop the sequence's index."""
+        self._indexes.pop(seq.seq_id, None)
+
+
+def _copy(tokens: list[int], start: int, num_tokens: int) -> tuple[int, ...]:
+    """``num_tokens`` tokens from ``start`` on, running over the end of ``tokens`` into the copy itself."""
+    copied = tokens[start : start + num_tokens]
+    period = len(tokens) - start
+    for i in range(len(copied), num_tokens):
+        copied.append(copied[i - period])
+    return tuple(copied)
+
+
+def create(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
+    """Factory for method ``ngram``."""
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)

@@ -1,0 +1,116 @@
+"""Drafters by name: those that come with the engine, those given by the caller, and those of installed packages.
+
+Owns: the table of names and the order in which sources are asked.  Does not know: what a drafter does; its module is imported when
+its name is asked for.
+
+A package offers a drafter through an entry point of group ``foredraft.drafters`` that names a ``factory(config, context)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+from foredraft.config import SpeculativeConfig
+from foredraft.drafters.context import DrafterContext, DrafterFactory
+from foredraft.types import ConfigError, Draft, Drafter, Sequence, Verdict, refuse_unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENTRY_POINT_GROUP = "foredraft.drafters"
+NOT_YET = ("auto", "eagle", "eagle3")
+_MODULES = {
+    "draft_model": "foredraft.drafters.draft_model",
+    "ngram": "foredraft.drafters.ngram",
+    "suffix": "foredraft.drafters.suffix",
+}
+
+
+class NullDrafter:
+    """Never drafts: plain decoding."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def open(self, seq: Sequence) -> None:
+        """Nothing to follow."""
+
+    def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
+        """One empty draft per sequence."""
+        return [Draft() for _ in seqs]
+
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+        """Nothing to learn."""
+
+    def close(self, seq: Sequence) -> None:
+        """Nothing to forget."""
+
+
+def available(extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
+    """Names that ``create`` knows, sorted; nothing is imported."""
+    return tuple(sorted({"none", *_MODULES, *extra, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
+
+
+def create(config: SpeculativeConfig, context: DrafterContext, extra: Mapping[str, DrafterFactory] = {}) -> Drafter:
+    """The drafter that ``config.method`` names.
+
+    ``extra`` are the caller's own factories by name; they come before those of installed packages.
+
+    Raises:
+        ConfigError: an unknown name, one that is given twice, or a package's drafter that cannot be imported.
+    """
+    return _factory(config.method, extra)(config, context)
+
+
+def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -> None:
+    """Refuse what cannot be drafted with, before any model is loaded.
+
+    Raises:
+        ConfigError: as ``create`` does, or ``model`` is missing or given to a method that has none.
+    """
+    _factory(config.method, extra)
+    if config.model is not None and config.method in ("none", "ngram", "suffix"):
+        raise ConfigError(
+            f"method {config.method!r} takes no model, but model is {config.model!r}; remove it or use 'draft_model'."
+        )
+    if config.model is None and config.method == "draft_model":
+        raise ConfigError("method 'draft_model' must have a model; add \"model\" to speculative_config.")
+
+
+def _factory(name: str, extra: Mapping[str, DrafterFactory]) -> DrafterFactory:
+    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
+    if name == "none" or name in _MODULES or name in NOT_YET:
+        if name in extra or points:
+            raise ConfigError(f"drafter name {name!r} is foredraft's own; give yours another name.")
+        if name in NOT_YET:
+            raise ConfigError(f"method {name!r} is not in this version yet; choose one of: {', '.join(available(extra))}.")
+        return _own(name)
+    if name in extra:
+        return extra[name]
+    if not points:
+        refuse_unknown("speculative method", name, available(extra))
+    if len({point.value for point in points}) > 1:
+        values = " and ".join(sorted(point.value for point in points))
+        raise ConfigError(f"drafter name {name!r} is offered by {values}; uninstall one of them.")
+    return _load(points[0])
+
+
+def _own(name: str) -> DrafterFactory:
+    if name == "none":
+        return lambda config, context: NullDrafter()
+    factory: DrafterFactory = import_module(_MODULES[name]).create
+    return factory
+
+
+def _load(point: EntryPoint) -> DrafterFactory:
+    try:
+        factory: DrafterFactory = point.load()
+    except Exception as error:
+        # Whatever a foreign module raises at import, the user has to know which one it was.
+        where = f"{point.name!r} cannot be imported from {point.value!r}"
+        raise ConfigError(f"drafter {where} ({error!r}); mend or uninstall it.") from error
+    if not callable(factory):
+        raise ConfigError(f"drafter {point.name!r} must be a factory, but {point.value!r} is {factory!r}; mend or uninstall it.")
+    return factory

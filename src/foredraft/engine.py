@@ -1,0 +1,342 @@
+"""The step loop: schedule, plan, draft, pass, verify, commit, observe.
+
+Owns: every write to a Sequence, and the order of a step.  Does not know: text (a sequence's sink turns ids into it), or what
+kind a drafter is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foredraft.controller import FixedController
+from foredraft.kv_cache import KVCache
+from foredraft.metrics import EngineMetrics, Stopwatch
+from foredraft.sampling import distribution, noise_for, token_logprobs
+from foredraft.scheduler import Schedule, Scheduler
+from foredraft.types import (
+    Clock,
+    Distribution,
+    Draft,
+    Drafter,
+    FloatArray,
+    PassOutput,
+    RequestError,
+    Rows,
+    Sequence,
+    StepStats,
+    Target,
+    Verdict,
+)
+from foredraft.verify import RowDistribution, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Tokens that a sequence received in one step; ``origins`` names each: plain, accepted, recovered or bonus."""
+
+    seq: Sequence
+    tokens: tuple[int, ...]
+    origins: tuple[str, ...]
+
+
+@dataclass
+class _Work:
+    """One sequence's part of a step: ``num_rows`` known tokens, then ``draft``; ``verdict`` is what was emitted.
+
+    ``judged`` is ``draft``, and behind it the drawn id beyond the vocabulary that ended it, if that is why it ended.
+    """
+
+    seq: Sequence
+    num_rows: int
+    complete: bool
+    num_wanted: int = 0
+    draft: Draft = field(default_factory=Draft)
+    judged: Draft = field(default_factory=Draft)
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+class Engine:
+    """Continues sequences of token ids, many at a time, each with a draft from one of ``drafters``."""
+
+    def __init__(
+        self,
+        target: Target,
+        kv: KVCache,
+        drafters: Mapping[str, Drafter],
+        rule: Rule,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.metrics = EngineMetrics()
+        self._target = target
+        self._kv = kv
+        self._drafters = drafters
+        self._rule = rule
+        self._clock = clock
+        self._controller = FixedController()
+        self._scheduler = Scheduler(
+            kv,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            on_admit=self._admit,
+            on_preempt=self._preempt,
+        )
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence waits or runs."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def check(self, num_tokens: int, max_tokens: int) -> None:
+        """Raise RequestError when a prompt of ``num_tokens`` could not be served."""
+        limit = self._target.max_model_len
+        if num_tokens == 0:
+            raise RequestError("a prompt must have at least 1 token, not 0; write a prompt.")
+        if num_tokens >= limit:
+            raise RequestError(
+                f"a prompt must have at most {limit - 1} tokens, so that one can follow within the context of {limit}, "
+                f"not {num_tokens}; shorten it."
+            )
+        # The last token is emitted, not computed.
+        most = min(limit, num_tokens + max_tokens) - 1
+        if self._kv.blocks_for(most) > self._kv.num_blocks:
+            room = self._kv.num_blocks * self._kv.block_size
+            raise RequestError(
+                f"this request may need {most} tokens of KV cache, which holds {room}; lower max_tokens or raise kv_cache_memory."
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: it could never fit.
+        """
+        assert seq.drafter in self._drafters, f"no drafter {seq.drafter!r} among {sorted(self._drafters)}"
+        self.check(len(seq.tokens), seq.params.max_tokens)
+        self._scheduler.add(seq)
+
+    def cancel(self, seq: Sequence) -> None:
+        """End a sequence now, wherever it is; does nothing when it has ended already."""
+        if self._scheduler.holds(seq):
+            self._end(seq, seq.finish_reason or "abort")
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def step(self) -> list[Emission]:
+        """Run one pass of the target over everything that is due, and return what was emitted."""
+        watch = Stopwatch(self._clock)
+        work = self._plan(self._scheduler.schedule())  # 1 schedule, 2 plan K
+        watch.lap("schedule")
+        self._draft(work)  # 3 draft
+        watch.lap("draft")
+        output = self._pass(work)  # 4 target pass
+        watch.lap("pass")
+        self._verify(work, output)  # 5 verify
+        watch.lap("verify")
+        emissions = self._commit(work, output)  # 6 commit
+        self._observe(work, output)  # 7 observe
+        watch.lap("rest")
+        self._account(work, watch)
+        return emissions
+
+    def _plan(self, schedule: Schedule) -> list[_Work]:
+        """Only a sequence whose known tokens are all computed in this pass can be continued by a draft."""
+        pairs = zip(schedule.seqs, schedule.num_rows, strict=True)
+        work = [_Work(seq, num_rows, complete=num_rows == seq.num_pending) for seq, num_rows in pairs]
+        ready = [item for item in work if item.complete]
+        wanted = self._controller.plan([item.seq for item in ready], self._target.max_model_len, schedule.num_rows_left)
+        for item, num_tokens in zip(ready, wanted, strict=True):
+            # A draft never pushes another request out of the cache: without room there is none.
+            if num_tokens and self._kv.reserve(item.seq.seq_id, len(item.seq.tokens) + num_tokens):
+                item.num_wanted = num_tokens
+        return work
+
+    def _draft(self, work: list[_Work]) -> None:
+        drafting = [item for item in work if item.num_wanted]
+        for name in dict.fromkeys(item.seq.drafter for item in drafting):
+            group = [item for item in drafting if item.seq.drafter == name]
+            drafts = self._drafters[name].propose([item.seq for item in group], [item.num_wanted for item in group])
+            for item, draft in zip(group, drafts, strict=True):
+                item.draft, item.judged = _usable(draft, item.num_wanted, self._target.vocab_size)
+
+    def _pass(self, work: list[_Work]) -> PassOutput:
+        batch = []
+        for item in work:
+            seq = item.seq
+            tokens = [*seq.tokens[seq.num_computed : seq.num_computed + item.num_rows], *item.draft.tokens]
+            num_logits = len(tokens) if _wants_prompt_logprobs(seq) else len(item.draft.tokens) + item.complete
+            batch.append(Rows(tokens, seq.num_computed, num_logits, self._kv.block_table(seq.seq_id)))
+        return self._target.forward(batch, self._taps(work)) if batch else PassOutput([])
+
+    def _verify(self, work: list[_Work], output: PassOutput) -> None:
+        for item, rows in zip(work, output.logits, strict=True):
+            if item.complete:
+                row = _row_distribution(item.seq, item.draft, _draft_rows(rows, item.draft))
+                item.verdict = self._rule(item.judged, row, noise_for(item.seq), len(item.seq.tokens))
+
+    def _commit(self, work: list[_Work], output: PassOutput) -> list[Emission]:
+        """Append each verdict's tokens up to the earliest of EOS, stop id, stop string, max_tokens and context limit."""
+        emissions = []
+        for item, rows in zip(work, output.logits, strict=True):
+            seq, verdict, num_known = item.seq, item.verdict, len(item.seq.tokens)
+            self._note_prompt_logprobs(item, rows)
+            for token in verdict.tokens:
+                seq.tokens.append(token)
+                if self._meets_end(seq, token):
+                    break
+            emitted = tuple(seq.tokens[num_known:])
+            item.verdict = Verdict(emitted, min(verdict.num_accepted, len(emitted)))
+            seq.num_computed += item.num_rows + item.verdict.num_accepted
+            if emitted:
+                if seq.params.logprobs is not None:
+                    logits = _draft_rows(rows, item.draft)
+                    seq.logprobs.extend(token_logprobs(logits[i], token, seq.params.logprobs) for i, token in enumerate(emitted))
+                origins = _origins(len(item.draft.tokens), item.verdict)
+                seq.origins.extend(origins)
+                emissions.append(Emission(seq, emitted, origins))
+        return emissions
+
+    def _observe(self, work: list[_Work], output: PassOutput) -> None:
+        """Forget rejected rows, let drafters learn, and end what has ended."""
+        taps = self._taps(work)
+        for index, item in enumerate(work):
+            seq, num_standing = item.seq, item.num_rows + item.verdict.num_accepted
+            if item.num_wanted:
+                self._kv.truncate(seq.seq_id, seq.num_computed)
+            self._kv.commit(seq.seq_id, seq.tokens[: seq.num_computed])
+            drafter = self._drafters[seq.drafter]
+            hidden = _select(output.hidden[index][:num_standing], taps, drafter.hidden_layers) if output.hidden else None
+            drafter.observe(seq, item.verdict, hidden)
+            if seq.finish_reason is not None:
+                self._end(seq, seq.finish_reason)
+
+    # -------------------------------------------------------------------------------------------- parts
+
+    def _admit(self, seq: Sequence) -> None:
+        reuse = seq.params.prompt_logprobs is None
+        seq.num_computed = seq.num_cached = self._kv.open(seq.seq_id, seq.tokens, seq.tenant, reuse=reuse)
+        self._drafters[seq.drafter].open(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._kv.close(seq.seq_id)
+        self._drafters[seq.drafter].close(seq)
+        seq.num_computed = 0
+        seq.prompt_logprobs.clear()
+        self.metrics.num_preemptions += 1
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        self.metrics.finished[reason] += 1
+        if self._scheduler.remove(seq):
+            self._kv.close(seq.seq_id)
+            self._drafters[seq.drafter].close(seq)
+
+    def _meets_end(self, seq: Sequence, token: int) -> bool:
+        """Decide whether ``token``, just appended, is the last; at one position a stop wins over a length."""
+        params, num_output = seq.params, seq.num_output
+        stop_string = seq.sink.push(token, may_stop=num_output >= params.min_tokens) if seq.sink else None
+        if num_output > params.min_tokens and token in seq.rules.eos_ids and not params.ignore_eos:
+            seq.finish_reason = "stop"
+        elif num_output > params.min_tokens and token in params.stop_token_ids:
+            seq.finish_reason, seq.stop_reason = "stop", token
+        elif stop_string is not None:
+            seq.finish_reason, seq.stop_reason = "stop", stop_string
+        elif num_output >= params.max_tokens or len(seq.tokens) >= self._target.max_model_len:
+            seq.finish_reason = "length"
+        return seq.finish_reason is not None
+
+    def _taps(self, work: list[_Work]) -> tuple[int, ...]:
+        return tuple(sorted({layer for item in work for layer in self._drafters[item.seq.drafter].hidden_layers}))
+
+    def _note_prompt_logprobs(self, item: _Work, rows: Tensor) -> None:
+        seq = item.seq
+        if not _wants_prompt_logprobs(seq):
+            return
+        logits: FloatArray = rows.numpy(force=True)
+        if not seq.prompt_logprobs:
+            seq.prompt_logprobs.append(None)
+        for i in range(min(item.num_rows, seq.num_prompt - seq.num_computed - 1)):
+            token = seq.tokens[seq.num_computed + i + 1]
+            seq.prompt_logprobs.append(token_logprobs(logits[i], token, seq.params.prompt_logprobs or 0))
+
+    def _account(self, work: list[_Work], watch: Stopwatch) -> None:
+        if not work:
+            return
+        verified = [item for item in work if item.complete]
+        for item in verified:
+            counts = len(item.draft.tokens), item.verdict.num_accepted, len(item.verdict.tokens)
+            item.seq.stats.count(*counts)
+            self.metrics.count_pass(item.seq.drafter, *counts)
+        for item in work:
+            for phase, milliseconds in watch.milliseconds.items():
+                item.seq.stats.milliseconds[phase] += milliseconds
+        self.metrics.count_step(
+            StepStats(
+                num_seqs=len(work),
+                num_rows=sum(item.num_rows + len(item.draft.tokens) for item in work),
+                num_drafted=sum(len(item.draft.tokens) for item in verified),
+                num_accepted=sum(item.verdict.num_accepted for item in verified),
+                num_emitted=sum(len(item.verdict.tokens) for item in verified),
+                milliseconds=watch.milliseconds,
+            )
+        )
+
+
+def _wants_prompt_logprobs(seq: Sequence) -> bool:
+    return seq.params.prompt_logprobs is not None and seq.num_computed < seq.num_prompt
+
+
+def _draft_rows(rows: Tensor, draft: Draft) -> FloatArray:
+    """The last K + 1 of a sequence's logits rows: those of its last known token and of its draft."""
+    logits: FloatArray = rows[len(rows) - len(draft.tokens) - 1 :].numpy(force=True)
+    return logits
+
+
+def _row_distribution(seq: Sequence, draft: Draft, logits: FloatArray) -> RowDistribution:
+    def row(i: int) -> Distribution:
+        return distribution(logits[i], seq, draft.tokens[:i])
+
+    return row
+
+
+def _select(hidden: Tensor, taps: tuple[int, ...], layers: tuple[int, ...]) -> Tensor | None:
+    """The columns of ``layers`` among those of all tapped layers."""
+    if not layers:
+        return None
+    columns = hidden.view(len(hidden), len(taps), -1)
+    selected = columns[:, [taps.index(layer) for layer in layers]].flatten(1)
+    return selected
+
+
+def _usable(draft: Draft, num_wanted: int, vocab_size: int) -> tuple[Draft, Draft]:
+    """What of a draft the pass computes, and what of it the rule judges.
+
+    A drafter may say anything: what was asked for is kept, up to the first id that is no token of the target.  Of a drawn draft
+    that id is judged too.  The target never says it, so it is rejected; to drop it would make the draft's length depend on
+    the draw itself, and then the rules that weigh draft probabilities are biased.
+    """
+    tokens = draft.tokens[:num_wanted]
+    num_kept = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
+    usable = _cut(draft, num_kept)
+    return usable, usable if draft.probs is None else _cut(draft, min(num_kept + 1, len(tokens)))
+
+
+def _cut(draft: Draft, length: int) -> Draft:
+    return Draft(tuple(int(token) for token in draft.tokens[:length]), None if draft.probs is None else draft.probs[:length])
+
+
+def _origins(num_drafted: int, verdict: Verdict) -> tuple[str, ...]:
+    """What each emitted token is; a pass without a draft emits a plain one."""
+    num_own = len(verdict.tokens) - verdict.num_accepted
+    own = "plain" if num_drafted == 0 else "bonus" if verdict.num_accepted == num_drafted else "recovered"
+    return ("accepted",) * verdict.num_accepted + (own,) * num_own

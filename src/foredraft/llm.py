@@ -1,0 +1,411 @@
+"""Text in, text out: builds every part once and runs requests through the engine.
+
+Owns: composition, the life of a request, and results.  Does not know: how a step works or what a drafter does.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.drafters import registry
+from foredraft.drafters.context import DrafterContext, DrafterFactory, DraftModel, draws_for
+from foredraft.engine import Emission, Engine
+from foredraft.kv_cache import KVCache
+from foredraft.loader import Checkpoint, Detokenizer, Progress, load_checkpoint
+from foredraft.memory import available_bytes, check_context_fits, default_kv_bytes, plan_kv_blocks
+from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foredraft.target import ModelTarget, resolve_device, resolve_dtype
+from foredraft.types import (
+    ConfigError,
+    RequestError,
+    SamplingParams,
+    Sequence,
+    SpeculationStats,
+    TokenLogprobs,
+    TokenRules,
+)
+from foredraft.verify import RULES
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+Message = Mapping[str, str]
+
+
+@dataclass
+class Request:
+    """A submitted request: its sequences, and what has been handed out of each."""
+
+    request_id: str
+    prompt: str | None
+    params: SamplingParams
+    seed: int
+    seqs: list[Sequence]
+    texts: list[Detokenizer]
+    submitted: float
+    first_token: float | None = None
+    num_taken: list[int] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """True when every sequence has ended."""
+        return all(seq.finish_reason is not None for seq in self.seqs)
+
+
+class LLM:
+    """One target model, ready to answer.  Not safe for use from several threads; AsyncLLM is.
+
+    Args:
+        model: a Hugging Face folder, a .gguf file, a hub id, or an alias such as ``smollm2-135m``.
+        speculative_config: a mapping or JSON as vLLM takes it, or a SpeculativeConfig; None decodes plainly.
+        drafters: your own drafters by name; ``speculative_config``'s ``method`` may name one.
+        progress: called with (done_bytes, total_bytes) while a model is fetched.
+        options: fields of EngineConfig: device, dtype, seed, max_model_len, kv_cache_memory, threads, block_size,
+            max_num_seqs, max_num_batched_tokens, enable_prefix_caching.
+
+    Raises:
+        ForedraftError: see the tree in foredraft.types.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        drafters: Mapping[str, DrafterFactory] | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig.from_dict(options)
+        self.speculative_config = SpeculativeConfig.parse(speculative_config)
+        self._factories = dict(drafters or {})
+        registry.check(self.speculative_config, self._factories)
+        self.checkpoint = load_checkpoint(model, progress=progress)
+        name = self.speculative_config.model
+        draft = load_checkpoint(name, progress=progress) if name is not None else None
+        self.max_model_len, num_blocks = self._plan_memory(draft)
+        self.target = self._build_target(self.checkpoint, self.max_model_len, num_blocks)
+        self.kv = KVCache(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        self._draft_checkpoint, self._num_blocks = draft, num_blocks
+        self._drafters = {"none": registry.create(SpeculativeConfig(), self._drafter_context(), {})}
+        self._ensure_drafter(self.speculative_config)
+        self.engine = Engine(
+            self.target,
+            self.kv,
+            self._drafters,
+            RULES[self.speculative_config.rejection_sample_method],
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+        )
+        self._requests: dict[int, Request] = {}
+        self._num_requests = 0
+        self._num_seqs = 0
+        self._draw_seed = random.Random(self.config.seed).getrandbits if self.config.seed is not None else secrets.randbits
+
+    # -------------------------------------------------------------------------------------------- building
+
+    def _plan_memory(self, draft: Checkpoint | None) -> tuple[int, int]:
+        """(max_model_len, number of KV blocks that the target, and a draft model, each get)."""
+        architecture, config = self.checkpoint.architecture, self.config
+        itemsize = resolve_dtype(config.dtype, resolve_device(config.device)).itemsize
+        bytes_per_token = [c.architecture.kv_bytes_per_token(itemsize) for c in (self.checkpoint, draft) if c is not None]
+        most = architecture.max_position_embeddings
+        wanted = config.max_model_len or most
+        if wanted > most:
+            raise ConfigError(
+                f"max_model_len must be at most {most}, the context of {self.checkpoint.name}, not {wanted}; lower it."
+            )
+        budget = config.kv_cache_memory or default_kv_bytes(sum(bytes_per_token), wanted, available_bytes())
+        num_blocks = plan_kv_blocks(budget, bytes_per_token, config.block_size)
+        if config.max_model_len is None and config.kv_cache_memory is None:
+            wanted = min(wanted, num_blocks * config.block_size)
+        check_context_fits(num_blocks, config.block_size, wanted, budget)
+        return wanted, num_blocks
+
+    def _build_target(self, checkpoint: Checkpoint, max_model_len: int, num_blocks: int) -> ModelTarget:
+        config = self.config
+        return ModelTarget(
+            checkpoint.architecture,
+            checkpoint.weights,
+            device=config.device,
+            dtype=config.dtype,
+            threads=config.threads,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+        )
+
+    def _drafter_context(self) -> DrafterContext:
+        stream, with_probs = draws_for(self.speculative_config.rejection_sample_method)
+        return DrafterContext(
+            vocab_size=self.target.vocab_size,
+            max_model_len=self.max_model_len,
+            stream=stream,
+            with_probs=with_probs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            vocabulary=self.checkpoint.tokenizer.vocabulary,
+            load_draft_model=self._load_draft_model,
+        )
+
+    def _load_draft_model(self, name: str) -> DraftModel:
+        checkpoint = self._draft_checkpoint
+        assert checkpoint is not None and checkpoint.name == name, (checkpoint, name)
+        max_model_len = min(self.max_model_len, checkpoint.architecture.max_position_embeddings)
+        target = self._build_target(checkpoint, max_model_len, self._num_blocks)
+        kv = KVCache(self._num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        return DraftModel(target, kv, checkpoint.tokenizer.vocabulary())
+
+    def _ensure_drafter(self, config: SpeculativeConfig) -> None:
+        if config.method not in self._drafters:
+            self._drafters[config.method] = registry.create(config, self._drafter_context(), self._factories)
+
+    def describe(self) -> list[str]:
+        """Lines for a start message: model, place, memory, exactness, and whether speculation is on."""
+        config, checkpoint = self.speculative_config, self.checkpoint
+        speculation = "off (method none)"
+        if config.method != "none" and config.num_speculative_tokens:
+            speculation = f"{config.method}, up to {config.num_speculative_tokens} draft tokens, {config.rejection_sample_method} verification"
+        return [f"{checkpoint.name} ({checkpoint.quantization}): {self.target.describe()}", f"speculation: {speculation}"]
+
+    # -------------------------------------------------------------------------------------------- asking
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer prompts, batched; results in the order of the prompts.
+
+        A prompt is text, a list of token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.  One SamplingParams serves
+        all prompts; a list must have one for each.
+        """
+        requests = self._submit_all(prompts, sampling_params)
+        for _ in self._run(requests):
+            pass
+        return [self._output(request) for request in requests]
+
+    def chat(
+        self,
+        conversations: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations (lists of ``{"role": ..., "content": ...}``) by the model's chat template."""
+        return self.generate([self.chat_prompt(c) for c in _conversations(conversations)], sampling_params)
+
+    def chat_prompt(self, conversation: Seq[Message]) -> list[int]:
+        """A conversation as the token ids that the model continues with its answer."""
+        return self.checkpoint.tokenizer.encode_chat(list(conversation))
+
+    def stream(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Like ``generate``, but yields results as they grow; each holds only what is new.  Closing the iterator cancels."""
+        requests = self._submit_all(prompts, sampling_params)
+        for request in self._run(requests):
+            yield self._output(request, only_new=True)
+
+    # -------------------------------------------------------------------------------------------- requests, for servers
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, tenant: str = "") -> Request:
+        """Queue one request; ``step`` moves it on.  ``tenant`` isolates the prefix cache and shared statistics."""
+        params = sampling_params or SamplingParams()
+        text, token_ids = self._tokenize(prompt)
+        config = self.speculative_config.override(params.speculative)
+        self._check_request(token_ids, params)
+        self._ensure_drafter(config)
+        seed = params.seed if params.seed is not None else self._draw_seed(63)
+        rules = TokenRules(self.checkpoint.eos_ids, self._bad_words(params))
+        texts = [self._detokenizer(token_ids, params) for _ in range(params.n)]
+        seqs = [
+            Sequence(
+                seq_id=self._num_seqs + index,
+                tokens=list(token_ids),
+                num_prompt=len(token_ids),
+                params=params,
+                seed=seed,
+                sample_index=index,
+                rules=rules,
+                sink=sink,
+                tenant=tenant,
+                drafter=config.method,
+                num_speculative_tokens=0 if config.method == "none" else config.num_speculative_tokens,
+            )
+            for index, sink in enumerate(texts)
+        ]
+        self._num_seqs += params.n
+        request = Request(str(self._num_requests), text, params, seed, seqs, texts, time.perf_counter(), num_taken=[0] * params.n)
+        self._num_requests += 1
+        for seq in seqs:
+            self._requests[seq.seq_id] = request
+            self.engine.add(seq)
+        return request
+
+    def step(self) -> list[Request]:
+        """Run one engine step; the requests that received tokens."""
+        emissions: list[Emission] = self.engine.step()
+        now = time.perf_counter()
+        touched = list({id(r): r for r in (self._requests[emission.seq.seq_id] for emission in emissions)}.values())
+        for request in touched:
+            request.first_token = request.first_token or now
+        for emission in emissions:
+            if emission.seq.finish_reason is not None:
+                del self._requests[emission.seq.seq_id]
+        return touched
+
+    def abort(self, request: Request) -> None:
+        """Cancel a request; what it received so far stays."""
+        for seq in request.seqs:
+            self.engine.cancel(seq)
+            self._requests.pop(seq.seq_id, None)
+
+    def take(self, request: Request) -> RequestOutput:
+        """What a request received since the last ``take``."""
+        return self._output(request, only_new=True)
+
+    # -------------------------------------------------------------------------------------------- parts
+
+    def _submit_all(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[Request]:
+        many = _prompts(prompts)
+        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise RequestError(
+                f"sampling_params must be one for all or one for each of the {len(many)} prompts, not {len(each)}; match them."
+            )
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(many, each, strict=True):
+                requests.append(self.submit(prompt, one))
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
+        return requests
+
+    def _run(self, requests: list[Request]) -> Iterator[Request]:
+        """Step until all are finished, yielding those of ``requests`` that received something; on any exit cancel the rest."""
+        open_requests = {id(request) for request in requests}
+        try:
+            while open_requests:
+                for request in self.step():
+                    if id(request) in open_requests:
+                        yield request
+                open_requests = {id(request) for request in requests if not request.finished}
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
+            if not isinstance(prompt.get("prompt"), str):
+                raise RequestError(f"a prompt mapping must have 'prompt' or 'prompt_token_ids', not {sorted(prompt)}; add one.")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("a prompt must have at least 1 token, not 0; write a prompt.")
+            return prompt, self.checkpoint.tokenizer.encode(prompt)
+        return None, _token_ids(prompt)
+
+    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
+        vocab_size = self.target.vocab_size
+        named = {
+            "prompt token ids": token_ids,
+            "logit_bias": list(params.logit_bias),
+            "allowed_token_ids": list(params.allowed_token_ids or ()),
+            "stop_token_ids": list(params.stop_token_ids),
+        }
+        for name, ids in named.items():
+            wrong = [token for token in ids if not 0 <= token < vocab_size]
+            if wrong:
+                raise RequestError(f"{name} must be from 0 to {vocab_size - 1}, not {wrong[0]}; remove it.")
+        self.engine.check(len(token_ids), params.max_tokens)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelled at a start and after a space."""
+        encode = self.checkpoint.tokenizer.encode
+        spellings = [encode(text, add_special_tokens=False) for word in params.bad_words for text in (word, " " + word.lstrip())]
+        return tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids))
+
+    def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> Detokenizer:
+        return Detokenizer(
+            self.checkpoint.tokenizer,
+            token_ids,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+
+    def _output(self, request: Request, only_new: bool = False) -> RequestOutput:
+        outputs = []
+        for index, (seq, text) in enumerate(zip(request.seqs, request.texts, strict=True)):
+            start = request.num_taken[index] if only_new else 0
+            request.num_taken[index] = seq.num_output
+            finished = seq.finish_reason is not None
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text=text.take_delta(final=finished) if only_new else text.text,
+                    token_ids=seq.tokens[seq.num_prompt + start :],
+                    cumulative_logprob=_cumulative(seq) if request.params.logprobs is not None else None,
+                    logprobs=self._decoded(seq.logprobs[start:]) if request.params.logprobs is not None else None,
+                    finish_reason=seq.finish_reason,
+                    stop_reason=seq.stop_reason,
+                    origins=seq.origins[start:],
+                )
+            )
+        first = request.seqs[0]
+        prompt_logprobs = self._decoded(first.prompt_logprobs) if request.params.prompt_logprobs is not None else None
+        since = request.submitted
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=first.tokens[: first.num_prompt],
+            outputs=outputs,
+            finished=request.finished,
+            seed=request.seed,
+            metrics=RequestMetrics(
+                time_to_first_token=None if request.first_token is None else request.first_token - since,
+                latency=time.perf_counter() - since,
+                speculation=SpeculationStats.merged([seq.stats for seq in request.seqs]),
+            ),
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached,
+        )
+
+    def _decoded(self, entries: Seq[TokenLogprobs | None]) -> list[Any]:
+        decode = self.checkpoint.tokenizer.decode
+        return [
+            entry
+            and {token: replace(value, decoded_token=decode([token], skip_special_tokens=False)) for token, value in entry.items()}
+            for entry in entries
+        ]
+
+
+def _cumulative(seq: Sequence) -> float:
+    pairs = zip(seq.tokens[seq.num_prompt :], seq.logprobs, strict=True)
+    return sum(entry[token].logprob for token, entry in pairs)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    ids: list[Any] = list(prompt) if isinstance(prompt, Seq) else [prompt]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise RequestError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}; write it as text.")
+    return ids
+
+
+def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list; a flat list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    return [many] if many and all(isinstance(item, int) for item in many) else many
+
+
+def _conversations(conversations: Seq[Any]) -> list[Seq[Message]]:
+    """One conversation or many, as a list."""
+    many = list(conversations)
+    return [many] if many and isinstance(many[0], Mapping) else many

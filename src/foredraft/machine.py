@@ -1,0 +1,67 @@
+"""The machine that this runs on: its parts by name, and how fast it reads memory.
+
+Owns: what is measured and read about a machine.  Does not know: what runs on it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft.types import Clock
+
+MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**28, 2**30
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU model, cores that this process may use, memory, GPU, versions, torch's threads, and ``load``.
+
+    ``load`` is the number of programs that wanted a core over the last minute; other work on the machine spoils timings.
+    """
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def measure_read_bandwidth(device: torch.device, *, repeats: int = 9, clock: Clock = time.perf_counter) -> dict[str, Any]:
+    """Bytes per second at which torch sums a float32 buffer that no cache holds, with the threads it is set to.
+
+    ``best`` is nearest to what the machine can do, ``median`` to what it did under its present load.
+    """
+    buffer = torch.ones(_buffer_bytes() // 4, dtype=torch.float32, device=device)
+    # A GPU reads the buffer in a fraction of a millisecond, beside which one launch would be seen.
+    num_passes = 8 if device.type == "cuda" else 1
+    speeds = []
+    for _ in range(repeats + 1):
+        start = clock()
+        sums = [buffer.sum() for _ in range(num_passes)]
+        sums[-1].item()
+        speeds.append(num_passes * buffer.nbytes / (clock() - start))
+    timed = speeds[1:]  # the first one also wakes threads and the device
+    return {"best": max(timed), "median": statistics.median(timed), "buffer_bytes": buffer.nbytes, "repeats": repeats}
+
+
+def _buffer_bytes() -> int:
+    """Four times the last-level cache as Linux reports it, from 256 MiB to 1 GiB."""
+    try:
+        size = int(Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        size = 0
+    return min(max(4 * size, MIN_BUFFER_BYTES), MAX_BUFFER_BYTES)

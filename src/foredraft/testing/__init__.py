@@ -1,0 +1,1 @@
+"""Fakes and exact enumeration, for tests of drafters and of the engine itself."""

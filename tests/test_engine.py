@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from engine_helpers import Lab, Outcome, Request, plain, reference, scripted
+from foredraft.engine import Engine
 from foredraft.sampling import token_logprobs
 from foredraft.scheduler import MAX_PROMPT_LOGPROB_ROWS
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.types import (
     PHASES,
+    ConfigError,
     Distribution,
     Draft,
+    FloatArray,
     RequestError,
     Rows,
     SamplingParams,
@@ -25,6 +28,7 @@ from foredraft.types import (
     TokenRules,
     Verdict,
 )
+from foredraft.verify import RULES
 
 PROMPT = (1, 2, 3, 4, 1, 2)
 SAMPLED = SamplingParams(max_tokens=13)
@@ -344,6 +348,26 @@ def test_prompt_logprobs_of_a_long_prompt_come_in_bounded_chunks() -> None:
     assert outcome.prompt_logprobs[100] == token_logprobs(target.row(list(prompt[:100])), prompt[100], 1)
 
 
+def test_blocks_of_rejected_rows_come_back_in_the_same_step() -> None:
+    request = Request(PROMPT, SAMPLED)
+    lab = Lab({"drafter": knowing("wrong", request)}, target=TableTarget(num_blocks=40, block_size=1), prefix_caching=False)
+    seq = request.sequence("drafter", 8)
+    lab.engine.add(seq)
+    while lab.step() and seq.finish_reason is None:
+        assert lab.kv.num_blocks - lab.kv.num_available == seq.num_computed == len(seq.tokens) - 1
+
+
+def test_a_preempted_request_is_the_next_to_come_back() -> None:
+    lab = Lab(target=TableTarget(num_blocks=8, block_size=3), max_num_seqs=3)
+    seqs = [Request((*PROMPT, i), SAMPLED, seed=i).sequence(seq_id=i) for i in range(5)]
+    lab.run(*seqs)
+    assert lab.engine.metrics.num_preemptions > 0
+    firsts = [emission.seq.seq_id for emission in lab.emissions if emission.seq.num_output]
+    assert list(dict.fromkeys(firsts)) == [0, 1, 2, 3, 4]
+    lasts = list(dict.fromkeys(reversed([emission.seq.seq_id for emission in lab.emissions])))
+    assert lasts == [4, 3, 2, 1, 0]
+
+
 def test_a_finished_request_frees_its_place_at_once() -> None:
     lab = Lab(max_num_seqs=1)
     seqs = [Request(PROMPT, SamplingParams(max_tokens=1), seed=i).sequence(seq_id=i) for i in range(3)]
@@ -407,3 +431,53 @@ def test_requests_that_fill_the_cache_to_the_last_slot_are_served(num_tokens: in
 def test_a_drafter_that_is_not_there_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="no drafter 'ngrm'"):
         Lab().engine.add(Request(PROMPT).sequence("ngrm", 2))
+
+
+class _NotANumberTarget(TableTarget):
+    """Goes wrong for contexts that start with token 5."""
+
+    def row(self, context: list[int]) -> FloatArray:
+        logits = super().row(context)
+        return np.full_like(logits, np.nan) if context[0] == 5 and len(context) > 4 else logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_sequence_with_broken_logits_takes_its_batch_mates_down(temperature: float) -> None:
+    target = _NotANumberTarget()
+    kv = target.kv_cache()
+    engine = Engine(target, kv, {"none": ScriptedDrafter(lambda tokens, k: [])}, RULES["coupled"])
+    params = SamplingParams(temperature=temperature, max_tokens=9)
+    broken, sound = (Sequence(i, list(prompt), 3, params, seed=1) for i, prompt in enumerate(([5, 1, 2], [4, 1, 2])))
+    engine.add(broken)
+    engine.add(sound)
+    ended = []
+    while engine.has_work:
+        ended += [emission.seq for emission in engine.step() if emission.seq.finish_reason]
+    assert (broken.finish_reason, broken.num_output) == ("error", 2) and "dtype float32" in str(broken.stop_reason)
+    assert (sound.finish_reason, sound.num_output) == ("length", 9)
+    assert ended == [broken, sound] and kv.num_available == kv.num_blocks
+
+
+def test_a_tree_is_verified_as_a_chain() -> None:
+    class TreeDrafter(ScriptedDrafter):
+        def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
+            return [Draft((1, 2), parents=(-1, -1)) for _ in seqs]
+
+    target = TableTarget()
+    engine = Engine(target, target.kv_cache(), {"tree": TreeDrafter(lambda tokens, k: [])}, RULES["coupled"])
+    engine.add(Sequence(0, [1, 2], 2, SamplingParams(max_tokens=9), seed=1, drafter="tree", num_speculative_tokens=2))
+    with pytest.raises(ConfigError, match="chains only"):
+        engine.step()
+
+
+def test_a_drafter_that_reads_hidden_states_misses_those_of_cached_tokens() -> None:
+    target = TableTarget()
+    drafter = ScriptedDrafter(lambda tokens, k: [], hidden_layers=(1,))
+    engine = Engine(target, target.kv_cache(), {"reader": drafter}, RULES["coupled"])
+    for seq_id in range(2):
+        seq = Sequence(seq_id, list(range(1, 8)) * 2, 14, SamplingParams(max_tokens=3), seed=1, drafter="reader")
+        engine.add(seq)
+        while engine.has_work:
+            engine.step()
+        states = [hidden for told, hidden in drafter.hidden if told == seq_id and hidden is not None]
+        assert sum(len(hidden) for hidden in states) == len(seq.tokens) - 1

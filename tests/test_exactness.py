@@ -79,6 +79,12 @@ HARD = {
     "late": Request(
         PROMPT, SamplingParams(min_tokens=9, max_tokens=20, stop_token_ids=(3, 4), stop=("a",)), rules=TokenRules(frozenset({6, 7}))
     ),
+    # Masking all that ends the request would leave nothing: the tokens come, but do not end it before min_tokens.
+    "forced": Request(
+        PROMPT,
+        SamplingParams(allowed_token_ids=(3, 4), min_tokens=5, max_tokens=20, stop_token_ids=(3,), stop=("e",)),
+        rules=TokenRules(frozenset({4})),
+    ),
     "explained": Request(PROMPT, SamplingParams(max_tokens=9, logprobs=8, prompt_logprobs=3)),
     "short": Request((5,), SAMPLED),
 }
@@ -417,10 +423,29 @@ def test_t15_the_second_identical_request_behaves_as_the_first(name: str) -> Non
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
         ({"stop": ""}, "stop"),
         ({"best_of": 2}, "best_of"),
-        ({"top_k": "many"}, "wrong type"),
+        ({"top_k": "many"}, "top_k"),
     ],
 )
 def test_t16_sampling_options_that_cannot_be_honoured_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams.from_dict(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 2.5}, "top_k"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"seed": 1.5}, "seed"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logit_bias": {"first": 1.0}}, "logit_bias"),
+        ({"speculative": 5}, "speculative"),
+    ],
+)
+def test_t16_values_of_a_wrong_type_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams.from_dict(options)
 

@@ -16,6 +16,8 @@ PACKAGE = REPOSITORY / "src" / "foredraft"
 
 # A module imports only from rows before its own.  A package is one row; within it modules may import each other, but not in a ring.
 ORDER = (
+    "errors",
+    "params",
     "types",
     "config",
     "outputs",

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_helpers import PROMPTS, reference_logits
 
 from foredraft import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from model_helpers import PROMPTS, reference_logits
 
 pytestmark = pytest.mark.model
 
@@ -158,7 +158,7 @@ def test_leaving_a_stream_early_keeps_its_blocks(llm: LLM, chats: list[list[int]
         ([], {}, "at least 1 token"),
         ([10**9], {}, "prompt token ids must be from 0 to 49151"),
         ("a", {"logit_bias": {10**6: 1.0}}, "logit_bias must be from 0"),
-        ("a", {"allowed_token_ids": [-1]}, "allowed_token_ids must be from 0"),
+        ("a", {"allowed_token_ids": [-1]}, "allowed_token_ids must be a list of token ids"),
         ("a", {"stop_token_ids": [49152]}, "stop_token_ids must be from 0"),
         ([5] * 8192, {}, "at most 8191 tokens"),
         ("a", {"speculative": {"method": "ngran"}}, "did you mean 'ngram'"),

@@ -150,16 +150,14 @@ def test_more_sequences_run_than_allowed() -> None:
     loop.run()
 
 
-def test_admission_leaves_no_block_to_grow_into() -> None:
-    """Two running sequences and four blocks left: a prompt of three blocks would leave them one between them."""
-    loop = Loop(num_blocks=6, budget=64)
-    loop.add(make_sequence(0, 4, max_tokens=8), make_sequence(1, 4, max_tokens=8))
+@pytest.mark.parametrize(("num_blocks", "expected"), [(8, [0, 1]), (9, [0, 1, 2])])
+def test_admission_leaves_no_block_to_grow_into(num_blocks: int, expected: list[int]) -> None:
+    """Two sequences hold four blocks; a prompt of three may come in only if one more is left for each of them."""
+    loop = Loop(num_blocks, budget=64)
+    loop.add(make_sequence(0, 5, max_tokens=8), make_sequence(1, 5, max_tokens=8))
     loop.step()
     loop.add(make_sequence(2, 12))
-    assert [seq.seq_id for seq in loop.step().seqs] == [0, 1]
-    loop = Loop(num_blocks=7, budget=64)
-    loop.add(make_sequence(0, 4, max_tokens=8), make_sequence(1, 3, max_tokens=8), make_sequence(2, 11))
-    assert [seq.seq_id for seq in loop.step().seqs] == [0, 1, 2]
+    assert [seq.seq_id for seq in loop.step().seqs] == expected
 
 
 def test_idle_cached_blocks_count_as_taken() -> None:

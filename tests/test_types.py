@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft import types
+from foredraft import errors
 from foredraft.types import (
     CapacityError,
     ConfigError,
@@ -34,7 +34,7 @@ OUT_OF_RANGE = [
     ("top_k", [-2, -100]),
     ("top_p", [0.0, -0.1, 1.1, NAN]),
     ("min_p", [-0.1, 1.1, NAN]),
-    ("repetition_penalty", [0.0, -1.0, NAN, INF]),
+    ("repetition_penalty", [0.0, -1.0, 0.009, 101.0, NAN, INF]),
     ("presence_penalty", [-2.1, 2.1, NAN]),
     ("frequency_penalty", [-2.1, 2.1, NAN]),
     ("seed", [-1, 2**63]),
@@ -46,7 +46,7 @@ OUT_OF_RANGE = [
     ("prompt_logprobs", [-1, 65]),
     ("allowed_token_ids", [[], [-1], [3, -7]]),
     ("stop_token_ids", [[-1], [3, -7]]),
-    ("logit_bias", [{-1: 1.0}, {1: NAN}, {1: INF}, {"-1": 1.0}]),
+    ("logit_bias", [{-1: 1.0}, {1: NAN}, {1: INF}, {1: 1e7}, {"-1": 1.0}]),
 ]
 WRONG_TYPE = [
     ("n", ["1", 1.0, 1.5, True, None, []]),
@@ -111,7 +111,7 @@ def test_value_of_a_wrong_type_is_accepted_or_raises_something_else(name: str, v
         {"logprobs": 64, "prompt_logprobs": 0},
         {"stop": ["x"] * 64, "bad_words": ["y"] * 64},
         {"speculative": {"method": "none"}},
-        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1e-3},
+        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 0.01},
     ],
 )
 def test_value_at_the_edge_of_its_range_is_refused(options: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_long_stop_list_is_accepted_or_printed_in_full(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("topk", "top_k"), ("stop_strings", "stop")]
+    ("name", "nearest"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("topk", "top_k"), ("stops", "stop")]
 )
 def test_unknown_parameter_is_ignored_or_not_explained(name: str, nearest: str) -> None:
     with pytest.raises(RequestError, match=f"unknown sampling parameter '{name}'; did you mean '{nearest}'"):
@@ -199,9 +199,9 @@ def test_exception_tree_differs_from_the_one_drawn() -> None:
     }
     for error, parent in parents.items():
         assert error.__bases__ == (parent,)
-    defined = {item for _, item in inspect.getmembers(types, inspect.isclass) if issubclass(item, Exception)}
+    defined = {item for _, item in inspect.getmembers(errors, inspect.isclass) if issubclass(item, Exception)}
     assert defined == {*parents, ForedraftError}
-    assert all(error.__name__ in (types.__doc__ or "") for error in defined)
+    assert all(error.__name__ in (errors.__doc__ or "") for error in defined)
 
 
 def test_dense_row_puts_mass_on_wrong_tokens() -> None:

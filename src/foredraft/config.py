@@ -83,7 +83,7 @@ class SpeculativeConfig:
         if isinstance(options, str):
             try:
                 options = json.loads(options)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also a number of too many digits, and brackets nested too deep
                 raise ConfigError(
                     f'speculative_config is not valid JSON ({error}); write it like {{"method": "ngram"}}.'
                 ) from error
@@ -97,6 +97,10 @@ class SpeculativeConfig:
         """This config with a request's own keys: ``method`` and ``num_speculative_tokens``."""
         if options is None:
             return self
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f'a request\'s speculative override must be an object, not {options!r}; write it like {{"method": "none"}}.'
+            )
         for name in options:
             refuse_unknown("key in a request's speculative override", name, ("method", "num_speculative_tokens"))
         merged = {f.name: getattr(self, f.name) for f in fields(self)} | dict(options)

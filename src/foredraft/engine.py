@@ -18,6 +18,7 @@ from foredraft.sampling import distribution, noise_for, token_logprobs
 from foredraft.scheduler import Schedule, Scheduler
 from foredraft.types import (
     Clock,
+    ConfigError,
     Distribution,
     Draft,
     Drafter,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Emission:
-    """Tokens that a sequence received in one step; ``origins`` names each: plain, accepted, recovered or bonus."""
+    """Tokens that a sequence received in one step, none if it only ended; ``origins`` says plain, accepted, recovered or bonus."""
 
     seq: Sequence
     tokens: tuple[int, ...]
@@ -179,10 +180,14 @@ class Engine:
         return self._target.forward(batch, self._taps(work)) if batch else PassOutput([])
 
     def _verify(self, work: list[_Work], output: PassOutput) -> None:
+        """Judge every draft; a sequence whose logits are not finite ends here, and the others go on."""
         for item, rows in zip(work, output.logits, strict=True):
             if item.complete:
                 row = _row_distribution(item.seq, item.draft, _draft_rows(rows, item.draft))
-                item.verdict = self._rule(item.judged, row, noise_for(item.seq), len(item.seq.tokens))
+                try:
+                    item.verdict = self._rule(item.judged, row, noise_for(item.seq), len(item.seq.tokens))
+                except FloatingPointError as error:
+                    item.seq.finish_reason, item.seq.stop_reason = "error", str(error)
 
     def _commit(self, work: list[_Work], output: PassOutput) -> list[Emission]:
         """Append each verdict's tokens up to the earliest of EOS, stop id, stop string, max_tokens and context limit."""
@@ -197,10 +202,10 @@ class Engine:
             emitted = tuple(seq.tokens[num_known:])
             item.verdict = Verdict(emitted, min(verdict.num_accepted, len(emitted)))
             seq.num_computed += item.num_rows + item.verdict.num_accepted
-            if emitted:
-                if seq.params.logprobs is not None:
-                    logits = _draft_rows(rows, item.draft)
-                    seq.logprobs.extend(token_logprobs(logits[i], token, seq.params.logprobs) for i, token in enumerate(emitted))
+            if emitted and seq.params.logprobs is not None:
+                logits = _draft_rows(rows, item.draft)
+                seq.logprobs.extend(token_logprobs(logits[i], token, seq.params.logprobs) for i, token in enumerate(emitted))
+            if emitted or seq.finish_reason is not None:
                 origins = _origins(len(item.draft.tokens), item.verdict)
                 seq.origins.extend(origins)
                 emissions.append(Emission(seq, emitted, origins))
@@ -223,9 +228,11 @@ class Engine:
     # -------------------------------------------------------------------------------------------- parts
 
     def _admit(self, seq: Sequence) -> None:
-        reuse = seq.params.prompt_logprobs is None
+        drafter = self._drafters[seq.drafter]
+        # Rows from the prefix cache have neither logits nor hidden states.
+        reuse = seq.params.prompt_logprobs is None and not drafter.hidden_layers
         seq.num_computed = seq.num_cached = self._kv.open(seq.seq_id, seq.tokens, seq.tenant, reuse=reuse)
-        self._drafters[seq.drafter].open(seq)
+        drafter.open(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         self._kv.close(seq.seq_id)
@@ -325,6 +332,8 @@ def _usable(draft: Draft, num_wanted: int, vocab_size: int) -> tuple[Draft, Draf
     that id is judged too.  The target never says it, so it is rejected; to drop it would make the draft's length depend on
     the draw itself, and then the rules that weigh draft probabilities are biased.
     """
+    if draft.parents is not None:
+        raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
     tokens = draft.tokens[:num_wanted]
     num_kept = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
     usable = _cut(draft, num_kept)

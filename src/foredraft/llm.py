@@ -169,7 +169,9 @@ class LLM:
         config, checkpoint = self.speculative_config, self.checkpoint
         speculation = "off (method none)"
         if config.method != "none" and config.num_speculative_tokens:
-            speculation = f"{config.method}, up to {config.num_speculative_tokens} draft tokens, {config.rejection_sample_method} verification"
+            speculation = (
+                f"{config.method}, up to {config.num_speculative_tokens} tokens, {config.rejection_sample_method} verification"
+            )
         return [f"{checkpoint.name} ({checkpoint.quantization}): {self.target.describe()}", f"speculation: {speculation}"]
 
     # -------------------------------------------------------------------------------------------- asking

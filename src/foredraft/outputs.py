@@ -16,7 +16,8 @@ class CompletionOutput:
     """One of a request's ``n`` answers.
 
     ``token_ids`` include the EOS or stop token that ended it; ``text`` does not.  ``finish_reason`` is ``stop``, ``length``,
-    ``abort``, or None while it goes on; ``stop_reason`` is the stop string or stop token id, None for EOS.  ``origins`` names each
+    ``abort``, ``error``, or None while it goes on; ``stop_reason`` is the stop string, the stop token id, or what went wrong; None
+    for EOS.  ``origins`` names each
     token's way into the answer: plain, accepted, recovered or bonus.  From ``LLM.stream`` text, token_ids, logprobs and origins
     hold only what is new.
     """

@@ -1,35 +1,35 @@
-"""The nouns of the engine, the two protocols it is built on, and its exceptions.
+"""The nouns of the engine and the two protocols it is built on.
 
 Owns: what a request, a sequence, a draft, a verdict and a pass are.  Does not know: how any of them is computed.
 
 Words (used everywhere in this sense): a *draft token* was proposed by a drafter; it is *accepted* when the target agrees;
 a *recovered* token is the target's own at the first mismatch; a *bonus* token is the target's own after all drafts were
 accepted; *emitted* tokens are what the request receives.  *Acceptance length* is emitted tokens per target pass.
-
-Exceptions::
-
-    ForedraftError(ValueError)      a user can mend it; the message says rule, value and next step
-    ├── ConfigError                 an option of the engine or of speculation
-    ├── RequestError                a prompt or a SamplingParams
-    ├── ModelError                  a model that cannot be loaded
-    │   ├── ModelNotFoundError      no such folder, file, hub id or alias
-    │   ├── ModelFileError          truncated, corrupt, or the wrong checksum
-    │   └── UnsupportedModelError   architecture, quantisation or vocabulary not supported
-    └── CapacityError               not enough memory or disk
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from foredraft.errors import CapacityError as CapacityError
+from foredraft.errors import ConfigError as ConfigError
+from foredraft.errors import ForedraftError as ForedraftError
+from foredraft.errors import ModelError as ModelError
+from foredraft.errors import ModelFileError as ModelFileError
+from foredraft.errors import ModelNotFoundError as ModelNotFoundError
+from foredraft.errors import RequestError as RequestError
+from foredraft.errors import UnsupportedModelError as UnsupportedModelError
+from foredraft.errors import refuse_unknown as refuse_unknown
+from foredraft.params import MAX_LOGPROBS as MAX_LOGPROBS
+from foredraft.params import MAX_STOP_STRINGS as MAX_STOP_STRINGS
+from foredraft.params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,150 +38,8 @@ FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
 
 MAX_SPECULATIVE_TOKENS = 64
-MAX_STOP_STRINGS = 64
-MAX_LOGPROBS = 64
-
-
-class ForedraftError(ValueError):
-    """Base of every error that a user can mend."""
-
-
-class ConfigError(ForedraftError):
-    """An engine or speculation option is wrong."""
-
-
-class RequestError(ForedraftError):
-    """A prompt or its sampling parameters are wrong."""
-
-
-class ModelError(ForedraftError):
-    """A model cannot be loaded."""
-
-
-class ModelNotFoundError(ModelError):
-    """There is no such model."""
-
-
-class ModelFileError(ModelError):
-    """A model's file is broken."""
-
-
-class UnsupportedModelError(ModelError):
-    """A model's architecture, quantisation or vocabulary is not supported."""
-
-
-class CapacityError(ForedraftError):
-    """Memory or disk does not suffice."""
-
-
-def refuse_unknown(kind: str, name: str, known: Iterable[str], error: type[ForedraftError] = ConfigError) -> None:
-    """Raise ``error`` when ``name`` is not among ``known``, naming the nearest valid name."""
-    names = sorted(known)
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(names)}."
-    raise error(f"unknown {kind} {name!r}; {hint}")
-
 
 # ------------------------------------------------------------------------------------------------ requests
-
-
-def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled.  Names, defaults and order of effect are vLLM's.
-
-    ``temperature=0`` is greedy.  ``top_k=0`` (or -1) and ``top_p=1`` are off.  ``logprobs`` are those of the model's
-    raw distribution, before penalties, bias and temperature.  ``speculative`` overrides the engine's
-    ``speculative_config`` for this request; ``{"method": "none"}`` decodes plainly.
-
-    Raises:
-        RequestError: a value is outside its range; the message says the range.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    speculative: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "stop", _strings(self.stop))
-        put(self, "bad_words", _strings(self.bad_words))
-        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        put(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
-        if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if self.top_k == -1:
-            put(self, "top_k", 0)
-        self._check_numbers()
-        self._check_lists()
-
-    def _check_numbers(self) -> None:
-        self._require("n", 1 <= self.n <= 64, "from 1 to 64")
-        self._require("temperature", 0.0 <= self.temperature < math.inf, "a finite number of at least 0")
-        self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for off")
-        self._require("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
-        self._require("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1")
-        self._require("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number above 0")
-        self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2")
-        self._require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2")
-        self._require("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2^63-1")
-        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
-        self._require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
-
-    def _check_lists(self) -> None:
-        for name in ("stop", "bad_words"):
-            words = getattr(self, name)
-            if len(words) > MAX_STOP_STRINGS:
-                raise RequestError(f"{name} may hold at most {MAX_STOP_STRINGS} strings, not {len(words)}; shorten the list.")
-            self._require(name, all(isinstance(w, str) and w for w in words), "a list of non-empty strings")
-        for token, bias in self.logit_bias.items():
-            if not (token >= 0 and math.isfinite(bias)):
-                raise RequestError(f"logit_bias must map token ids to finite numbers, not {token}: {bias}; remove that entry.")
-        self._require("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "a non-empty list")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise RequestError(f"{name} must be {rule}, not {getattr(self, name)!r}; change {name}.")
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Build from outside data; an unknown name is refused with the nearest valid one."""
-        names = [f.name for f in fields(cls)]
-        for name in options:
-            refuse_unknown("sampling parameter", name, names, RequestError)
-        try:
-            return cls(**options)
-        except (TypeError, AttributeError) as error:
-            raise RequestError(f"a sampling parameter has the wrong type ({error}); see SamplingParams for the types.") from error
 
 
 @dataclass(frozen=True)

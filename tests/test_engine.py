@@ -261,15 +261,16 @@ def test_hidden_states_are_those_of_the_rows_that_stand_and_of_the_layers_asked_
         assert found == expected
 
 
-def test_hidden_states_start_behind_the_cached_prefix_and_again_after_preemption() -> None:
-    requests = [Request(PROMPT + PROMPT + (i,), SAMPLED, seed=i) for i in range(3)]
+def test_a_drafter_that_reads_hidden_states_misses_those_of_cached_tokens_or_after_a_preemption() -> None:
+    requests = [Request(PROMPT + PROMPT + (i,), SAMPLED, seed=i) for i in range(6)]
     drafter = knowing("wrong_at_2", *requests, hidden_layers=(1,))
     positions: dict[int, list[list[int]]] = {}
 
     class Listening(BusyDrafter):
         def open(self, seq: Sequence) -> None:
             super().open(seq)
-            positions.setdefault(seq.seq_id, []).append(list(range(seq.num_cached)))
+            assert seq.num_cached == 0
+            positions.setdefault(seq.seq_id, []).append([])
 
         def observe(self, seq: Sequence, verdict: Verdict, hidden: torch.Tensor | None) -> None:
             super().observe(seq, verdict, hidden)
@@ -278,12 +279,17 @@ def test_hidden_states_start_behind_the_cached_prefix_and_again_after_preemption
             positions[seq.seq_id][-1] += [int(p) for p in hidden[:, 1]]
 
     lab = Lab({"drafter": Listening(drafter)}, target=TableTarget(num_blocks=9, block_size=4))
-    lab.run(*[request.sequence("drafter", 2, i) for i, request in enumerate(requests)])
-    assert lab.engine.metrics.num_preemptions > 0 and lab.kv.num_hit_tokens > 0
+    # One after the other, so that the second finds the first one's blocks; then all others at once, so that some are preempted.
+    first, second, *others = [request.sequence("drafter", 2, i) for i, request in enumerate(requests)]
+    lab.run(first)
+    lab.run(second)
+    lab.run(*others)
+    assert lab.engine.metrics.num_preemptions > 0
     assert max(map(len, positions.values())) > 1
-    for visits in positions.values():
-        for visit in visits:
-            assert visit == list(range(len(visit)))
+    for seq in (first, second, *others):
+        visits = positions[seq.seq_id]
+        assert all(visit == list(range(len(visit))) for visit in visits)
+        assert len(visits[-1]) == seq.num_computed >= len(seq.tokens) - 1
 
 
 def test_a_drawn_draft_that_leaves_the_vocabulary_is_judged_up_to_there() -> None:
@@ -468,16 +474,3 @@ def test_a_tree_is_verified_as_a_chain() -> None:
     engine.add(Sequence(0, [1, 2], 2, SamplingParams(max_tokens=9), seed=1, drafter="tree", num_speculative_tokens=2))
     with pytest.raises(ConfigError, match="chains only"):
         engine.step()
-
-
-def test_a_drafter_that_reads_hidden_states_misses_those_of_cached_tokens() -> None:
-    target = TableTarget()
-    drafter = ScriptedDrafter(lambda tokens, k: [], hidden_layers=(1,))
-    engine = Engine(target, target.kv_cache(), {"reader": drafter}, RULES["coupled"])
-    for seq_id in range(2):
-        seq = Sequence(seq_id, list(range(1, 8)) * 2, 14, SamplingParams(max_tokens=3), seed=1, drafter="reader")
-        engine.add(seq)
-        while engine.has_work:
-            engine.step()
-        states = [hidden for told, hidden in drafter.hidden if told == seq_id and hidden is not None]
-        assert sum(len(hidden) for hidden in states) == len(seq.tokens) - 1

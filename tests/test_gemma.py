@@ -1,0 +1,65 @@
+"""Gemma 3 270M, fetched once (238 MB): sliding windows, four norms a layer, a tied embedding of 262 144 tokens, no chat template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from foredraft.llm import LLM
+from foredraft.types import RequestError, SamplingParams, UnsupportedModelError
+
+pytestmark = pytest.mark.model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    num_threads = torch.get_num_threads()
+    yield LLM("gemma3-270m", max_model_len=1024, enable_prefix_caching=False, threads=1)
+    torch.set_num_threads(num_threads)
+
+
+def test_a_fact_is_not_continued_sensibly(llm: LLM) -> None:
+    answers = {
+        "The capital of Germany is Berlin. The capital of France is": "Paris",
+        "Paris is the capital of": "France",
+        "1, 2, 3, 4, 5,": "6, 7, 8",
+    }
+    for prompt, expected in answers.items():
+        assert expected in llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].text
+
+
+def test_log_probabilities_are_not_those_that_transformers_computes(llm: LLM) -> None:
+    output = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=1, logprobs=5))[0].outputs[0]
+    assert output.logprobs is not None
+    found = {entry.decoded_token: entry.logprob for entry in output.logprobs[0].values()}
+    # transformers 5.24 on the same file, dequantised to float32.
+    expected = {" the": -1.654, " a": -2.198, " Paris": -2.477, " one": -2.632, " known": -2.962}
+    assert found.keys() == expected.keys()
+    assert all(math.isclose(found[text], expected[text], abs_tol=0.01) for text in expected), found
+
+
+def test_drafts_change_the_answer_behind_the_sliding_window_too(llm: LLM) -> None:
+    counting = ", ".join(str(number) for number in range(1, 150)) + ","
+    for prompt in ("red, green, blue, red, green, blue, red,", counting):
+        plain = llm.generate(prompt, GREEDY)[0]
+        drafted = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=16, speculative=NGRAM))[0]
+        assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert drafted.metrics.speculation.accepted_tokens > 0
+    assert len(plain.prompt_token_ids) > 512
+
+
+def test_a_model_without_a_chat_template_is_asked_to_chat(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="chat template"):
+        llm.chat([{"role": "user", "content": "Hello"}], GREEDY)
+
+
+def test_a_draft_model_of_another_vocabulary_is_taken() -> None:
+    speculative_config = {"method": "draft_model", "model": "gemma3-270m", "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedModelError, match="must have the target's vocabulary, but token id 0 is .* choose a draft model"):
+        LLM("smollm2-135m", speculative_config=speculative_config, max_model_len=256)

@@ -30,9 +30,9 @@ BAD_ENGINE = [
     ("device", ["gpu", "", None, 0, "CPU"]),
     ("dtype", ["fp32", "float", "", None, 16]),
     ("seed", [-1, 2**63, True, 1.0, "1", NAN]),
-    ("max_model_len", [0, -1, True, 1024.0, "1024", NAN]),
+    ("max_model_len", [0, 1, -1, True, 1024.0, "1024", NAN]),
     ("kv_cache_memory", [0, -1, True, 1e9, "1GB"]),
-    ("threads", [0, -1, True, 1.0, "2"]),
+    ("threads", [0, 1025, -1, True, 1.0, "2"]),
     ("block_size", [0, -16, True, 16.0, "16", None]),
     ("max_num_seqs", [0, -1, True, 64.0, "64", None]),
     ("max_num_batched_tokens", [0, -1, True, 512.0, "512", None]),
@@ -90,7 +90,7 @@ def test_value_at_the_edge_of_its_range_is_refused(options: dict[str, Any]) -> N
 
 
 def test_engine_value_at_the_edge_of_its_range_is_refused() -> None:
-    EngineConfig(seed=0, max_model_len=1, kv_cache_memory=1, threads=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1)
+    EngineConfig(seed=0, max_model_len=2, kv_cache_memory=1, threads=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1)
     EngineConfig(seed=2**63 - 1, max_num_seqs=512)
 
 

@@ -164,7 +164,7 @@ def parse_bytes(text: str | None) -> int | None:
 @app.command()
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help='The text to continue; "-" reads it from standard input.')],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='The text to continue; "-" reads it from standard input.')],
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a question, by the model's chat template.")] = False,
     system: System = None,
     max_tokens: MaxTokens = 256,

@@ -16,6 +16,8 @@ from foredraft.types import MAX_SPECULATIVE_TOKENS, ConfigError, refuse_unknown
 RULES = ("coupled", "rejection", "block")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Far more than any machine has, and few enough that starting them does not crash the process.
+MAX_THREADS = 1024
 
 
 def _require(name: str, value: object, holds: bool, rule: str) -> None:
@@ -130,9 +132,12 @@ class EngineConfig:
         refuse_unknown("device", str(self.device), DEVICES)
         refuse_unknown("dtype", str(self.dtype), DTYPES)
         _require("seed", self.seed, self.seed is None or _is_int(self.seed, 0, 2**63 - 1), "from 0 to 2^63-1")
-        for name in ("max_model_len", "kv_cache_memory", "threads"):
+        # A context holds one token of the prompt and one of the answer.
+        for name, low in (("max_model_len", 2), ("kv_cache_memory", 1)):
             value = getattr(self, name)
-            _require(name, value, value is None or _is_int(value, 1), "a whole number of at least 1")
+            _require(name, value, value is None or _is_int(value, low), f"a whole number of at least {low}")
+        num = self.threads
+        _require("threads", num, num is None or _is_int(num, 1, MAX_THREADS), f"a whole number from 1 to {MAX_THREADS}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(name, getattr(self, name), _is_int(getattr(self, name), 1), "a whole number of at least 1")
         _require("enable_prefix_caching", self.enable_prefix_caching, isinstance(self.enable_prefix_caching, bool), "true or false")

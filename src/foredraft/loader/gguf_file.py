@@ -79,8 +79,9 @@ def open_gguf(path: Path) -> GGUFFile:
         UnsupportedModelError: a version, byte order or tensor format that cannot be read.
     """
     try:
-        if path.stat().st_size < 24:
-            raise ModelFileError(f"{path} is too short to be a GGUF file; fetch it again.")
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ModelFileError(f"{path} is not a GGUF file: it does not begin with 'GGUF'; give another file.")
         data = np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read ({error.strerror or error}); check the path and its permissions.") from error
@@ -119,11 +120,9 @@ class _Parser:
         self.data = data
         self.view = memoryview(data.data)
         self.size = len(self.view)
-        self.position = 0
+        self.position = len(MAGIC)
 
     def parse(self) -> GGUFFile:
-        if bytes(self._take(4)) != MAGIC:
-            raise ModelFileError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'.")
         version = self._scalar("I")
         if version not in (2, 3):
             raise UnsupportedModelError(

@@ -36,8 +36,9 @@ def check_context_fits(num_blocks: int, block_size: int, max_model_len: int, bud
     """Raise CapacityError when not even one sequence of ``max_model_len`` tokens fits."""
     room = num_blocks * block_size
     if room < max_model_len:
-        needed = budget * max_model_len // room if room else budget * max_model_len
+        # A budget below one block tells nothing about the size of a block.
+        needed = f"at least {-(-budget * max_model_len // room)} bytes" if room else "many times as much"
         raise CapacityError(
             f"kv_cache_memory of {budget} bytes holds {room} tokens, fewer than max_model_len {max_model_len}; "
-            f"give kv_cache_memory at least {needed} bytes or lower max_model_len."
+            f"give kv_cache_memory {needed} or lower max_model_len."
         )

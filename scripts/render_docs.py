@@ -1,0 +1,177 @@
+"""Write what README.md and docs/*.md take from elsewhere: measured figures, help texts, the file map and the tree of exceptions.
+
+Usage: ``python scripts/render_docs.py [--check]``.  Everything between ``<!-- figures:NAME:begin -->`` and
+``<!-- figures:NAME:end -->`` is replaced.  With ``--check`` nothing is written, and the exit status is 1 when a file is stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from foredraft.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path("src/foredraft")
+BENCH = Path("docs/data/bench_smollm2-135m_cpu.json")
+HELP_WIDTH = 100
+SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
+
+Sections = Mapping[str, Callable[[], str]]
+
+
+# ------------------------------------------------------------------------------------------------ replacing
+
+
+def main(arguments: Sequence[str], root: Path = ROOT) -> int:
+    """Write or check the pages below ``root``; return the exit status."""
+    if arguments not in ([], ["--check"]):
+        print("usage: render_docs.py [--check]", file=sys.stderr)
+        return 2
+    sections = all_sections(root)
+    stale = []
+    for path in pages(root):
+        text = path.read_text(encoding="utf-8")
+        rendered = render(text, sections, str(path.relative_to(root)))
+        if rendered != text:
+            stale.append(path)
+            if not arguments:
+                path.write_text(rendered, encoding="utf-8")
+    for path in stale:
+        print(f"{path.relative_to(root)}: {'stale; run scripts/render_docs.py' if arguments else 'written'}")
+    return 1 if stale and arguments else 0
+
+
+def pages(root: Path) -> list[Path]:
+    """README.md and every page in docs."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def render(text: str, sections: Sections, page: str) -> str:
+    """``text`` with every marked section as it is now.
+
+    Raises:
+        ValueError: an unknown section, or marks that are not in pairs.
+    """
+    parts, position, name = [], 0, None
+    for mark in SECTION.finditer(text):
+        if mark[1] not in sections:
+            raise ValueError(f"{page} has the unknown section {mark[1]!r}; there are: {', '.join(sections)}")
+        if (name, mark[2]) not in ((None, "begin"), (mark[1], "end")):
+            raise ValueError(f"{page}: the marks of section {mark[1]!r} are not a begin and then an end")
+        parts.append(text[position : mark.end()] if name is None else f"{sections[mark[1]]()}\n{mark[0]}")
+        name, position = (mark[1] if name is None else None), mark.end()
+    if name is not None:
+        raise ValueError(f"{page}: section {name!r} has no end")
+    return "".join(parts) + text[position:]
+
+
+def all_sections(root: Path) -> Sections:
+    """What each section holds, made when it is asked for."""
+    bench = json.loads((root / BENCH).read_text(encoding="utf-8"))
+    return {
+        "bench-table": lambda: bench_table(bench),
+        "bench-machine": lambda: bench_machine(bench),
+        "bench-phases": lambda: bench_phases(bench),
+        "modules": lambda: module_table(root / PACKAGE),
+        "errors": lambda: error_tree(root / PACKAGE),
+        **{f"help-{name}": lambda name=name: help_text(name) for name in commands()},
+    }
+
+
+def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A Markdown table; the first row is the header, and columns after the first ``num_left`` are aligned at their right."""
+    rule = [":--" if index < num_left else "--:" for index in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def bench_table(bench: Mapping[str, Any]) -> str:
+    """A row per category and one for all: plain speed, then speed-up and acceptance length of each method."""
+    cells = {(cell["category"], cell["method"]): cell for cell in [*bench["cells"], *bench["overall"]]}
+    methods = bench["options"]["methods"]
+    rows = [["category", "plain tok/s"]]
+    rows[0] += [name for method in methods for name in (f"{method} speed-up", f"{method} acceptance length")]
+    for category in dict.fromkeys(category for category, _ in cells):
+        row = [category, f"{cells[category, 'none']['tokens_per_s']['median']:.1f}"]
+        for method in methods:
+            cell = cells[category, method]
+            row += [f"{cell['speedup']['median']:.2f}", f"{cell['acceptance_length']:.2f}"]
+        rows.append(row)
+    return table(rows)
+
+
+def bench_machine(bench: Mapping[str, Any]) -> str:
+    """One sentence: machine, bandwidth, what it allows, what plain decoding reaches, and whether the answers were the same."""
+    machine, model, options, ceiling = (bench[name] for name in ("machine", "model", "options", "ceiling"))
+    drafted = [cell for cell in bench["overall"] if cell["method"] != "none"]
+    num_runs, num_different = (sum(cell[name] for cell in drafted) for name in ("num_runs", "num_different"))
+    sampling = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']}"
+    return (
+        f"{model['name']} ({model['quantization']}, computed in {model['dtype']}) on {machine['cores']} cores of an "
+        f"{machine['cpu']} ({machine['memory_bytes'] / 1e9:.1f} GB, {machine['threads']} threads, torch {machine['torch']}), "
+        f"{sampling}, K = {options['num_speculative_tokens']}: memory is read at {bench['bandwidth']['best'] / 1e9:.1f} GB/s at "
+        f"best, so that {model['bytes_per_token'] / 1e6:.0f} MB of weights a token allow {ceiling['tokens_per_s']:.1f} plain "
+        f"tokens/s, of which plain decoding reaches {ceiling['plain_percent']:.0f} %; {num_runs - num_different} of {num_runs} "
+        "drafted answers were the plain ones, token for token."
+    )
+
+
+def bench_phases(bench: Mapping[str, Any]) -> str:
+    """Milliseconds of a step by phase, a row per method."""
+    phases = list(bench["overall"][0]["ms_per_step"])
+    rows = [["ms per step", *phases]]
+    for cell in bench["overall"]:
+        name = "plain" if cell["method"] == "none" else cell["method"]
+        rows.append([name, *(f"{cell['ms_per_step'][phase]:.3f}" for phase in phases)])
+    return table(rows)
+
+
+# ------------------------------------------------------------------------------------------------ from the code
+
+
+def commands() -> Mapping[str, Any]:
+    """The program's commands by name."""
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def help_text(name: str) -> str:
+    """What ``foredraft NAME --help`` prints on a terminal of 100 columns."""
+    group: Any = typer.main.get_command(app)
+    parent = group.context_class(group, info_name="foredraft", terminal_width=HELP_WIDTH, **group.context_settings)
+    command = commands()[name]
+    context = command.context_class(command, info_name=name, parent=parent)
+    return f"```\n{command.get_help(context)}\n```"
+
+
+def modules(package: Path) -> Iterator[tuple[str, str]]:
+    """(path, docstring) of every module; those of subpackages come last."""
+    for path in sorted(package.rglob("*.py"), key=lambda path: (len(path.parts), path)):
+        yield path.relative_to(package).as_posix(), ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+def module_table(package: Path) -> str:
+    """Every module with the first line of its docstring."""
+    rows = [[f"`{path}`", text.partition("\n")[0].replace("``", "`").replace("|", "\\|")] for path, text in modules(package)]
+    return table([["module", "what it is"], *rows], num_left=2)
+
+
+def error_tree(package: Path) -> str:
+    """The tree in the docstring of errors.py."""
+    text = dict(modules(package))["errors.py"]
+    return f"```\n{textwrap.dedent(text.partition('::')[2]).strip()}\n```"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -15,14 +15,14 @@ settings.load_profile("foredraft")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--offline", action="store_true", help="skip the tests that need the demo model")
+    parser.addoption("--offline", action="store_true", help="skip the tests that need a model")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Only on request: a model that cannot be fetched must fail the suite, or a green run would have proved less than it says.
     if not config.getoption("--offline"):
         return
-    skip = pytest.mark.skip(reason="--offline: needs the demo model")
+    skip = pytest.mark.skip(reason="--offline: needs a model")
     for item in items:
         if item.get_closest_marker("model"):
             item.add_marker(skip)

@@ -28,11 +28,12 @@ demo: setup
 	$(BIN)/foredraft demo
 
 lint: setup
-	@echo "== lint: style, types, sizes"
+	@echo "== lint: style, types, sizes, pages"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/sizes.py
+	$(BIN)/python scripts/render_docs.py --check
 
 test: lint
 	@echo "== test: every test, with coverage"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from foredraft.kv_cache import KVCache
@@ -43,3 +44,12 @@ def every_cache_is_sound_after_the_test(monkeypatch: pytest.MonkeyPatch) -> Iter
         alive = cache()
         if alive is not None:
             alive.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    # Tiny products gain nothing from threads and wait for each other on a busy machine.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from foredraft.llm import LLM
 from foredraft.types import RequestError, SamplingParams, UnsupportedModelError
@@ -18,10 +16,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    num_threads = torch.get_num_threads()
-    yield LLM("gemma3-270m", max_model_len=1024, enable_prefix_caching=False, threads=1)
-    torch.set_num_threads(num_threads)
+def llm() -> LLM:
+    return LLM("gemma3-270m", max_model_len=1024, enable_prefix_caching=False)
 
 
 def test_a_fact_is_not_continued_sensibly(llm: LLM) -> None:

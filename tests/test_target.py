@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,16 +14,8 @@ from hf_weights import FAMILIES, VOCAB_SIZE, case, prompt
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 each_family = pytest.mark.parametrize("family", FAMILIES)
+pytestmark = pytest.mark.usefixtures("one_thread")
 each_device = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    # Tiny products gain nothing from threads and wait for each other on a busy machine.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(family: str, device: str = "cpu", dtype: str = "float32", num_blocks: int = 64, block_size: int = 4) -> ModelTarget:

@@ -158,6 +158,14 @@ def parse_bytes(text: str | None) -> int | None:
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
+def engine_options(
+    device: str | None, dtype: str | None, threads: int | None, max_model_len: int | None, kv_cache_memory: str | None
+) -> dict[str, Any]:
+    """The engine's options among those that the user gave, as EngineConfig takes them."""
+    num_bytes = parse_bytes(kv_cache_memory)
+    return given(device=device, dtype=dtype, threads=threads, max_model_len=max_model_len, kv_cache_memory=num_bytes)
+
+
 # ------------------------------------------------------------------------------------------------ generate
 
 
@@ -197,8 +205,7 @@ def generate(
         raise typer.BadParameter("the JSON names the origin of every token; leave it out.", param_hint="--show-drafts")
     sampling = given(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p)
     params = SamplingParams(**sampling, **given(stop=stop, ignore_eos=ignore_eos, logprobs=logprobs, n=n))
-    engine = given(device=device, dtype=dtype, threads=threads, max_model_len=max_model_len)
-    engine.update(given(kv_cache_memory=parse_bytes(kv_cache_memory)))
+    engine = engine_options(device, dtype, threads, max_model_len, kv_cache_memory)
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
     llm = load_llm(model, speculative_config=speculative_config, **engine)
@@ -267,8 +274,7 @@ def chat(
 
     sampling = given(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop)
     params = SamplingParams(**sampling, ignore_eos=ignore_eos)
-    engine = given(device=device, dtype=dtype, threads=threads, max_model_len=max_model_len)
-    engine.update(given(kv_cache_memory=parse_bytes(kv_cache_memory)))
+    engine = engine_options(device, dtype, threads, max_model_len, kv_cache_memory)
     llm = load_llm(model, speculative_config=speculative_config, **engine)
     if not llm.checkpoint.tokenizer.has_chat_template:
         raise RequestError(f"{model} has no chat template; use `foredraft generate`, or choose a model made for chat.")
@@ -310,8 +316,8 @@ def bench(
         num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens, repeats=repeats, temperature=temperature, seed=seed
     )
     options.update(given(methods=_names(methods), categories=_names(categories), dataset=dataset, limit=limit))
-    options.update(given(device=device, dtype=dtype, threads=threads, max_model_len=max_model_len))
-    options.update(given(kv_cache_memory=parse_bytes(kv_cache_memory), speculative_config=_json_object(speculative_config)))
+    options.update(engine_options(device, dtype, threads, max_model_len, kv_cache_memory))
+    options.update(given(speculative_config=_json_object(speculative_config)))
     chosen = module.BenchOptions(model, **options)
     # Found out now rather than after minutes of measuring.
     if json_file is not None and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):

@@ -71,7 +71,7 @@ class ScriptedLLM:
         self.checkpoint = SimpleNamespace(
             tokenizer=tokenizer, quantization="Q4_1", architecture=SimpleNamespace(tie_embeddings=True)
         )
-        self.target = SimpleNamespace(weight_bytes=100_000_000, exactness="numeric")
+        self.target = SimpleNamespace(weight_bytes=100_000_000, exactness="numeric", precision="float32", threads=2)
         self.engine = SimpleNamespace(metrics=SimpleNamespace(last_step=None))
 
     def describe(self) -> list[str]:
@@ -122,7 +122,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
 
         monkeypatch.setattr(bench, "LLM", open_llm)
         bandwidth = {"best": 2e9, "median": 1.5e9, "buffer_bytes": 4096, "repeats": 3}
-        monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: bandwidth)
+        monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device, **options: bandwidth)
         return llm
 
     yield setup

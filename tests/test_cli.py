@@ -180,13 +180,13 @@ def test_every_option_reaches_the_engine(run: Run) -> None:
     options = (
         "--temperature .5 --seed 3 --top-p .9 --top-k 7 --min-p .1 --stop X --stop Y --ignore-eos --max-tokens 9 --n 2 --logprobs 1"
     )
-    engine = "--device cpu --dtype float32 --threads 2 --max-model-len 64 --kv-cache-memory 1MiB"
+    engine = "--device cpu --dtype float32 --ops torch --threads 2 --max-model-len 64 --kv-cache-memory 1MiB"
     run(llm, "generate", "m", "hello", *options.split(), *engine.split(), "--json", "--speculative-config", NGRAM)
     params = llm.requests[0][1]
     expected = {"temperature": 0.5, "seed": 3, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "stop": ("X", "Y"), "ignore_eos": True}
     assert params == type(params)(**expected, max_tokens=9, n=2, logprobs=1)  # type: ignore[arg-type]
-    given: Mapping[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 2, "max_model_len": 64, "kv_cache_memory": 2**20}
-    assert llm.options == {"model": "m", "speculative_config": NGRAM, **given}
+    given: Mapping[str, Any] = {"device": "cpu", "dtype": "float32", "ops": "torch", "threads": 2, "max_model_len": 64}
+    assert llm.options == {"model": "m", "speculative_config": NGRAM, **given, "kv_cache_memory": 2**20}
 
 
 def test_chat_puts_the_prompt_and_the_system_message_through_the_template(run: Run) -> None:
@@ -381,12 +381,65 @@ def test_bench_prints_a_table_and_then_its_figures_as_one_line(run: Run, monkeyp
     assert seen == [bench.BenchOptions("m", **expected, kv_cache_memory=2**30, threads=1)]  # type: ignore[arg-type]
 
 
+def test_bench_with_passes_times_passes_and_writes_both_files(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from foredraft import passes, report
+
+    seen: list[passes.PassOptions] = []
+
+    def run_passes(options: passes.PassOptions, note: Callable[[str], None]) -> dict[str, Any]:
+        seen.append(options)
+        note("timing")
+        return {"passes": {"64": {"1": 2.5}}}
+
+    monkeypatch.setattr(cli, "fetch_model", lambda model: None)
+    monkeypatch.setattr(passes, "run_passes", run_passes)
+    monkeypatch.setattr(passes, "format_table", lambda result: "a table")
+    monkeypatch.setattr(report, "plotting", lambda: None)
+    monkeypatch.setattr(report, "write_passes", lambda result, path: path.write_text(json.dumps(result)))
+    files = {name: tmp_path / f"passes.{name}" for name in ("json", "html")}
+    options = ["--repeats", "3", "--ops", "native", "--threads", "1", "--max-model-len", "2048"]
+    options += [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    assert run(None, "bench", "m", "--passes", *options) == (0, 'a table\n{"passes":{"64":{"1":2.5}}}\n', "timing\n")
+    assert seen == [passes.PassOptions("m", repeats=3, ops="native", threads=1, max_model_len=2048)]
+    assert [json.loads(path.read_text()) for path in files.values()] == [{"passes": {"64": {"1": 2.5}}}] * 2
+
+
+def test_a_report_without_plotly_is_refused_before_minutes_of_measuring(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    def fetch(model: str) -> None:
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr(cli, "fetch_model", fetch)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    code, out, err = run(None, "bench", "m", "--passes", "--html", str(tmp_path / "x.html"))
+    assert (code, out) == (2, "")
+    assert "pip install 'foredraft[report]'" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--html", "x.html"], "with --passes only"),
+        (["--passes", "--methods", "ngram"], "leave it out"),
+        (["--passes", "--max-tokens", "5"], "--max-tokens"),
+    ],
+)
+def test_options_of_answers_and_of_passes_are_not_mixed(run: Run, arguments: list[str], says: str) -> None:
+    code, out, err = run(None, "bench", "m", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--methods", "ngrm"], "'ngram'"),
         (["--categories", "codes"], "'code'"),
         (["--json", "/no/such/folder/x.json"], "--json"),
+        (["--passes", "--html", "/no/such/folder/x.html"], "--html"),
+        (["--passes", "--repeats", "0"], "repeats"),
+        (["--passes", "--ops", "cpp"], "'cpp'"),
         (["--speculative-config", "{"], "not valid JSON"),
         (["--speculative-config", "[]"], "JSON object"),
     ],

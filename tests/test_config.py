@@ -29,6 +29,7 @@ BAD_SPECULATIVE = [
 BAD_ENGINE = [
     ("device", ["gpu", "", None, 0, "CPU"]),
     ("dtype", ["fp32", "float", "", None, 16]),
+    ("ops", ["cpp", "", None, 0, "Native"]),
     ("seed", [-1, 2**63, True, 1.0, "1", NAN]),
     ("max_model_len", [0, 1, -1, True, 1024.0, "1024", NAN]),
     ("kv_cache_memory", [0, -1, True, 1e9, "1GB"]),

@@ -30,6 +30,7 @@ ORDER = (
     "kv_cache",
     "ops",
     "model",
+    "native",
     "loader",
     "target",
     "drafters",
@@ -39,6 +40,8 @@ ORDER = (
     "machine",
     "workloads",
     "bench",
+    "passes",
+    "report",
     "terminal",
     "chat",
     "demo",
@@ -152,7 +155,8 @@ def upward_imports(tree: ast.Module, name: str, is_package: bool = False, known:
     assert row in ORDER, f"{name} has no row: give {row!r} its place in ORDER"
     found = []
     for line, target in imported_modules(tree, name, is_package, set(MODULES) if known is None else known):
-        if target == "foredraft.__version__":
+        # The version imports nothing, and neither does the compiled module.
+        if target in ("foredraft.__version__", "foredraft._native"):
             continue
         target_row = target.partition(".")[2].partition(".")[0]
         if target_row not in ORDER:

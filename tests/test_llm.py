@@ -75,9 +75,8 @@ def test_batch_mates_or_the_prefix_cache_change_tokens(llm: LLM, chats: list[lis
 
 
 def test_chunked_prompts_change_tokens(llm: LLM, chats: list[list[int]]) -> None:
-    chunked = LLM(
-        "smollm2-135m", max_num_batched_tokens=7, max_num_seqs=2, enable_prefix_caching=False, max_model_len=256, device="cpu"
-    )
+    small_steps = {"max_num_batched_tokens": 7, "max_num_seqs": 2, "enable_prefix_caching": False, "max_model_len": 256}
+    chunked = LLM("smollm2-135m", dtype="float32", device="cpu", **small_steps)
     assert tokens(chunked.generate(chats[:3], SAMPLED)) == tokens(llm.generate(chats[:3], SAMPLED))
 
 

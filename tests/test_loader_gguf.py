@@ -252,3 +252,25 @@ def test_importing_the_loader_stays_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_releasing_a_file_keeps_its_pages_or_loses_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "big.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    values = np.random.default_rng(0).standard_normal((4096, 1024)).astype(np.float32)
+    writer.add_tensor("big", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def mapped_megabytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("RssFile"))
+
+    file = open_gguf(path)
+    np.testing.assert_array_equal(file.weight("big").read(0, 4096), values)
+    before = mapped_megabytes()
+    file.release()
+    assert before - mapped_megabytes() > 12
+    np.testing.assert_array_equal(file.weight("big").read(4090, 4096), values[4090:])

@@ -67,6 +67,7 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
     EngineConfig: {
         "device": "auto",
         "dtype": "auto",
+        "ops": "auto",
         "seed": None,
         "max_model_len": None,
         "kv_cache_memory": None,

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from foredraft import sampling
 from foredraft.sampling import (
     STREAM_ACCEPT,
     STREAM_DRAFT,
@@ -519,6 +520,7 @@ def test_extreme_but_valid_option_breaks_the_row(options: dict[str, Any], temper
 
 
 def full_sort_nucleus(probs: np.ndarray, top_p: float) -> list[int]:
+    probs = probs / probs.sum()
     order = np.argsort(-probs, kind="stable")
     num = int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1
     return sorted(order[:num].tolist())
@@ -529,14 +531,14 @@ def full_sort_nucleus(probs: np.ndarray, top_p: float) -> list[int]:
 def test_nucleus_shortcut_differs_from_a_full_sort(seed: int, size: int, top_p: float, spread: float) -> None:
     logits = spread * np.random.default_rng(seed).integers(-8, 8, size) / 2
     probs = np.exp(logits) / np.exp(logits).sum()
-    assert _nucleus(probs, top_p).tolist() == full_sort_nucleus(probs, top_p)
+    assert _nucleus(probs, probs.sum(), top_p).tolist() == full_sort_nucleus(probs, top_p)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 49_152])
 @pytest.mark.parametrize("top_p", [1e-300, 0.5, 0.9, 1 - 2**-53])
 def test_nucleus_of_a_flat_row_loses_its_mass(size: int, top_p: float) -> None:
     probs = np.full(size, 1 / size)
-    kept = _nucleus(probs, top_p)
+    kept = _nucleus(probs, probs.sum(), top_p)
     assert kept.tolist() == list(range(len(kept)))
     assert probs[kept].sum() >= top_p * (1 - 1e-9)
     assert (len(kept) - 1) / size < top_p * (1 + 1e-9) or len(kept) == 1
@@ -578,3 +580,48 @@ def test_token_logprobs_of_a_padded_row_fail() -> None:
     found = token_logprobs(np.array([0.0, -math.inf, 0.0], dtype=np.float32), 1, 2)
     assert found[1].logprob == -math.inf and found[1].rank == 3
     assert found[0].logprob == pytest.approx(-math.log(2)) and found[2].rank == 2
+
+
+@pytest.fixture
+def numpy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_extension", lambda: None)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.2, 1.0, 3.0, 1e-300]), st.sampled_from([np.float32, np.float64]))
+@settings(max_examples=60)
+def test_native_sum_of_weights_differs_from_numpy(seed: int, temperature: float, dtype: type) -> None:
+    rng = np.random.default_rng(seed)
+    row = (rng.standard_normal(rng.integers(1, 700)) * 10.0 ** rng.integers(-2, 3)).astype(dtype)
+    row[rng.random(len(row)) < 0.1] = -np.inf
+    row[0] = max(row[0], 0.0)
+    top = float(row.max())
+    with np.errstate(over="ignore"):
+        expected = np.exp((row.astype(np.float64) - top) / temperature).sum()
+    assert math.isclose(sampling._sum_weights(row, top, temperature), expected, rel_tol=1e-13)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10_000), st.sampled_from([0.0, 0.5, 4.0]), st.sampled_from([300, 1000, 5000]))
+@settings(max_examples=150)
+def test_native_draw_differs_from_numpy(seed: int, position: int, spread: float, size: int) -> None:
+    logits = spread * np.random.default_rng(position).standard_normal(size)
+    dist = Distribution(np.arange(0, 3 * size, 3), logits - np.log(np.exp(logits).sum()))
+    noise = PositionNoise(seed, position % 7, origin=position)
+    for stream in (STREAM_TARGET, STREAM_DRAFT):
+        slow = dist.tokens[np.argmax(dist.log_probs + noise.gumbel(dist.tokens, position, stream))]
+        assert noise.draw(dist, position, stream) == slow
+
+
+def test_native_draw_keeps_too_many_contenders() -> None:
+    """The bound must be worth its while: of 50 000 equally likely tokens a handful may need logarithms."""
+    dist = Distribution(np.arange(50_000), np.full(50_000, -np.log(50_000.0)))
+    assert len(PositionNoise(3)._contenders(dist.tokens, dist.log_probs, 5, STREAM_TARGET)) < 100
+
+
+@pytest.mark.usefixtures("numpy_only")
+def test_without_the_compiled_module_nothing_can_be_drawn() -> None:
+    logits = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    seq = make_sequence([0], temperature=0.7)
+    dist = distribution(logits, seq)
+    expected = (logits.astype(np.float64) - logits.max()) / 0.7
+    np.testing.assert_allclose(dist.log_probs, expected - np.log(np.exp(expected).sum()), rtol=1e-12)
+    assert PositionNoise(1).draw(dist, 4, STREAM_TARGET) in dist.tokens

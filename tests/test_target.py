@@ -12,19 +12,26 @@ from foredraft.target import ModelTarget, resolve_device, resolve_dtype
 from foredraft.types import CapacityError, ConfigError, Rows
 from hf_weights import FAMILIES, VOCAB_SIZE, case, prompt
 
-DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-each_family = pytest.mark.parametrize("family", FAMILIES)
 pytestmark = pytest.mark.usefixtures("one_thread")
-each_device = pytest.mark.parametrize("device", DEVICES)
+
+# What the native ops hold to the bit is in tests/test_native.py; here they are held to what holds of all.
+PLACES = [("cpu", "torch"), ("cpu", "native"), *([("cuda", "torch")] if torch.cuda.is_available() else [])]
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_place = pytest.mark.parametrize(("device", "ops"), PLACES)
+each_ops = pytest.mark.parametrize("ops", ["torch", "native"])
 
 
-def make(family: str, device: str = "cpu", dtype: str = "float32", num_blocks: int = 64, block_size: int = 4) -> ModelTarget:
+def make(
+    family: str, ops: str = "torch", device: str = "cpu", dtype: str = "float32", num_blocks: int = 64, block_size: int = 4
+) -> ModelTarget:
     tiny = case(family)
     return ModelTarget(
         tiny.architecture,
         tiny.weights,
         device=device,
         dtype=dtype,
+        ops=ops,
+        threads=1,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=128,
@@ -39,10 +46,10 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=0, atol=tolerance)
 
 
-@each_device
+@each_place
 @each_family
-def test_logits_equal_transformers_at_every_prompt_length(family: str, device: str) -> None:
-    target = make(family, device)
+def test_logits_equal_transformers_at_every_prompt_length(family: str, device: str, ops: str) -> None:
+    target = make(family, ops, device)
     for length in (1, 2, 5, 6, 7, 8, 9, 16, 40):
         tokens = prompt(length, seed=length)
         logits = one_pass(target, tokens, range(64))
@@ -50,27 +57,29 @@ def test_logits_equal_transformers_at_every_prompt_length(family: str, device: s
         close(logits, case(family).logits(tokens), 1e-4)
 
 
-@each_device
+@each_place
 @each_family
-def test_taps_are_the_states_entering_each_layer_in_the_order_asked(family: str, device: str) -> None:
+def test_taps_are_the_states_entering_each_layer_in_the_order_asked(family: str, device: str, ops: str) -> None:
     tokens, states = prompt(11), case(family).states(prompt(11))
-    out = make(family, device).forward([Rows(tokens, 0, 1, range(3))], taps=(2, 0, 1))
+    out = make(family, ops, device).forward([Rows(tokens, 0, 1, range(3))], taps=(2, 0, 1))
     assert out.hidden is not None
     close(out.hidden[0], torch.cat([states[2], states[0], states[1]], dim=1), 1e-4)
 
 
+@each_ops
 @each_family
-def test_the_last_tap_comes_before_the_final_norm(family: str) -> None:
+def test_the_last_tap_comes_before_the_final_norm(family: str, ops: str) -> None:
     tiny, tokens = case(family), prompt(5)
-    out = make(family).forward([Rows(tokens, 0, 0, range(2))], taps=(3,))
+    out = make(family, ops).forward([Rows(tokens, 0, 0, range(2))], taps=(3,))
     assert out.hidden is not None
     with torch.no_grad():
         close(tiny.reference.model.norm(out.hidden[0]), tiny.states(tokens)[3], 1e-4)
 
 
+@each_ops
 @each_family
-def test_only_the_last_rows_get_logits_and_taps_are_split_by_sequence(family: str) -> None:
-    target = make(family)
+def test_only_the_last_rows_get_logits_and_taps_are_split_by_sequence(family: str, ops: str) -> None:
+    target = make(family, ops)
     first, second = prompt(6, 1), prompt(3, 2)
     whole = [one_pass(target, first, [0, 1]), one_pass(target, second, [2])]
     out = target.forward([Rows(first, 0, 2, [0, 1]), Rows(second, 0, 0, [2]), Rows(first, 0, 6, [3, 4])], taps=(1, 2))
@@ -81,10 +90,10 @@ def test_only_the_last_rows_get_logits_and_taps_are_split_by_sequence(family: st
     close(out.hidden[0], out.hidden[2])
 
 
-@each_device
+@each_place
 @each_family
-def test_a_prompt_in_chunks_gives_the_logits_of_one_go(family: str, device: str) -> None:
-    target, tokens = make(family, device), prompt(37)
+def test_a_prompt_in_chunks_gives_the_logits_of_one_go(family: str, device: str, ops: str) -> None:
+    target, tokens = make(family, ops, device), prompt(37)
     whole = one_pass(target, tokens, range(10))
     for size in (1, 3, 8, 16):
         table = range(20, 30)
@@ -92,10 +101,10 @@ def test_a_prompt_in_chunks_gives_the_logits_of_one_go(family: str, device: str)
         close(torch.cat(chunks), whole)
 
 
-@each_device
+@each_place
 @each_family
-def test_batch_mates_do_not_change_a_sequence(family: str, device: str) -> None:
-    target = make(family, device)
+def test_batch_mates_do_not_change_a_sequence(family: str, device: str, ops: str) -> None:
+    target = make(family, ops, device)
     lengths = (1, 37, 16, 17, 5, 16, 2)
     prompts = [prompt(length, seed=i) for i, length in enumerate(lengths)]
     alone = [one_pass(target, tokens, range(10)) for tokens in prompts]
@@ -111,30 +120,33 @@ def test_batch_mates_do_not_change_a_sequence(family: str, device: str) -> None:
             close(logits, rows_alone)
 
 
+@each_ops
 @each_family
-def test_block_size_and_block_order_do_not_matter(family: str) -> None:
+def test_block_size_and_block_order_do_not_matter(family: str, ops: str) -> None:
     tokens = prompt(33)
-    whole = one_pass(make(family), tokens, range(10))
+    whole = one_pass(make(family, ops), tokens, range(10))
     for block_size, table in ((1, list(range(63, 30, -1))), (3, [5, 60, 2, 40, 41, 1, 0, 9, 33, 21, 11]), (64, [7])):
-        target = make(family, block_size=block_size)
+        target = make(family, ops, block_size=block_size)
         close(one_pass(target, tokens[:20], table), whole[:20])
         close(one_pass(target, tokens[20:], table, start=20), whole[20:])
 
 
+@each_ops
 @each_family
-def test_rejected_rows_leave_no_trace_once_overwritten(family: str) -> None:
-    target, tokens, wrong = make(family), prompt(24), prompt(6, seed=9)
+def test_rejected_rows_leave_no_trace_once_overwritten(family: str, ops: str) -> None:
+    target, tokens, wrong = make(family, ops), prompt(24), prompt(6, seed=9)
     fresh = one_pass(target, tokens, range(20, 26))
     one_pass(target, tokens[:15], range(6))
     one_pass(target, [*tokens[15:17], *wrong], range(6), start=15)
     close(one_pass(target, tokens[17:], range(6), start=17), fresh[17:])
 
 
+@each_ops
 @each_family
-def test_what_earlier_owners_left_in_a_block_is_never_seen(family: str) -> None:
+def test_what_earlier_owners_left_in_a_block_is_never_seen(family: str, ops: str) -> None:
     tokens = prompt(9)
-    clean = one_pass(make(family), tokens, [3, 1, 2])
-    target = make(family)
+    clean = one_pass(make(family, ops), tokens, [3, 1, 2])
+    target = make(family, ops)
     target.forward([Rows(prompt(64, seed=5), 0, 1, range(16))])
     close(one_pass(target, tokens, [3, 1, 2]), clean)
 
@@ -160,11 +172,11 @@ def test_any_split_of_sequences_into_passes_gives_the_logits_of_single_passes(fa
         close(torch.cat(parts), one_pass(target, tokens, tables[5]))
 
 
-@each_device
+@each_place
 @each_family
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_and_stays_near_float32(family: str, device: str, dtype: str) -> None:
-    target, tokens = make(family, device, dtype), prompt(20)
+def test_half_precision_runs_and_stays_near_float32(family: str, device: str, ops: str, dtype: str) -> None:
+    target, tokens = make(family, ops, device, dtype), prompt(20)
     logits = target.forward([Rows(tokens, 0, 20, range(5)), Rows(tokens[:1], 0, 1, [9])]).logits[0].cpu()
     assert logits.dtype == torch.float32
     exact = case(family).logits(tokens)
@@ -182,11 +194,12 @@ def test_bytes_are_those_of_the_tensors() -> None:
 def test_describe_is_one_line_that_tells_precision_place_and_exactness() -> None:
     line = make("qwen3").describe()
     assert "\n" not in line
-    assert re.search(r"qwen3, 3 layers, float32 on \d+ CPU threads; .* 256 tokens; exactness: numeric", line)
+    assert re.search(r"qwen3, 3 layers, float32 on \d+ CPU threads with torch ops; .* 256 tokens; exactness: numeric", line)
 
 
-def test_an_empty_batch_is_no_pass() -> None:
-    out = make("llama").forward([])
+@each_ops
+def test_an_empty_batch_is_no_pass(ops: str) -> None:
+    out = make("llama", ops).forward([])
     assert out.logits == [] and out.hidden is None
 
 
@@ -219,9 +232,10 @@ def test_a_length_beyond_the_models_positions_is_refused() -> None:
         ModelTarget(tiny.architecture, tiny.weights, device="cpu", num_blocks=1, block_size=4, max_model_len=257)
 
 
-def test_a_cache_larger_than_memory_is_a_capacity_error() -> None:
+@each_ops
+def test_a_cache_larger_than_memory_is_a_capacity_error(ops: str) -> None:
     with pytest.raises(CapacityError, match="lower kv_cache_memory"):
-        make("llama", num_blocks=2**46, block_size=4)
+        make("llama", ops, num_blocks=2**46, block_size=4)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +252,7 @@ def test_a_cache_larger_than_memory_is_a_capacity_error() -> None:
         Rows([], 0, 0, [0]),
     ],
 )
-def test_rows_that_would_read_or_write_elsewhere_are_refused(rows: Rows) -> None:
+@each_ops
+def test_rows_that_would_read_or_write_elsewhere_are_refused(rows: Rows, ops: str) -> None:
     with pytest.raises(AssertionError):
-        make("llama").forward([rows])
+        make("llama", ops).forward([rows])

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from foredraft.types import FloatArray
 
@@ -123,11 +124,14 @@ class Weight:
 
     ``format`` is the file's storage format (F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q6_K, ...).  ``read(start, stop)`` returns rows
     start..stop as float32 [stop - start, columns] (1-D for vectors), reading no more of the file than it must.
+    ``read_blocks(start, stop)``, where the file has blocks in ``format``, returns the same rows as they are stored, uint8
+    [stop - start, bytes per row].
     """
 
     shape: tuple[int, ...]
     format: str
     read: Callable[[int, int], FloatArray]
+    read_blocks: Callable[[int, int], npt.NDArray[np.uint8]] | None = None
 
 
 Weights = Mapping[str, Weight]

@@ -21,7 +21,7 @@ from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.llm import LLM, Prompt
 from foredraft.machine import describe_machine, measure_read_bandwidth
-from foredraft.target import resolve_device, resolve_dtype
+from foredraft.target import resolve_device
 from foredraft.types import PHASES, ConfigError, SamplingParams, SpeculationStats, StepStats, refuse_unknown
 from foredraft.workloads import CATEGORIES, WORKLOADS, Workload, load_dataset
 
@@ -63,6 +63,7 @@ class BenchOptions:
     speculative_config: Mapping[str, Any] | None = None
     device: str = "auto"
     dtype: str = "auto"
+    ops: str = "auto"
     threads: int | None = None
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
@@ -103,7 +104,7 @@ class BenchOptions:
 
     def engine_config(self) -> EngineConfig:
         """The engine's sizes; a cached prefix would make a prompt's second run unlike its first."""
-        names = ("device", "dtype", "threads", "max_model_len", "kv_cache_memory")
+        names = ("device", "dtype", "ops", "threads", "max_model_len", "kv_cache_memory")
         return EngineConfig(enable_prefix_caching=False, **{name: getattr(self, name) for name in names})
 
 
@@ -178,7 +179,8 @@ def run_bench(options: BenchOptions, report: Callable[[str], None]) -> dict[str,
         report(line)
     machine = describe_machine()
     report("measuring read bandwidth")
-    bandwidth = measure_read_bandwidth(resolve_device(options.device))
+    num_bytes = bytes_per_token(llm.checkpoint.architecture, llm.target.weight_bytes)
+    bandwidth = measure_read_bandwidth(resolve_device(options.device), num_bytes=num_bytes, threads=llm.target.threads)
     prompts = {(workload.category, workload.name): _prompt(llm, workload) for workload in workloads}
     runs = _measure_all(llm, options, prompts, report)
     plains = {run.pair: run for run in runs if run.method == PLAIN}
@@ -289,12 +291,11 @@ def _params(options: BenchOptions, method: str, repeat: int) -> SamplingParams:
 
 
 def _describe_model(llm: LLM, options: BenchOptions) -> dict[str, Any]:
-    device = resolve_device(options.device)
     return {
         "name": options.model,
         "quantization": llm.checkpoint.quantization,
-        "device": device.type,
-        "dtype": str(resolve_dtype(options.dtype, device)).removeprefix("torch."),
+        "device": resolve_device(options.device).type,
+        "dtype": llm.target.precision,
         "exactness": llm.target.exactness,
         "weight_bytes": llm.target.weight_bytes,
         "bytes_per_token": bytes_per_token(llm.checkpoint.architecture, llm.target.weight_bytes),
@@ -424,7 +425,7 @@ def format_table(result: Mapping[str, Any]) -> str:
     for cell in result["overall"]:
         figures = [*(cell["ms_per_step"].get(phase) for phase in PHASES), cell["overhead_ms_per_step"]]
         phases.append((_label(cell["method"]), *("-" if value is None else f"{value:.3f}" for value in figures)))
-    parts = [_header(result), _aligned(rows, num_left=2), _aligned(phases, num_left=1), _divergences(result)]
+    parts = [_header(result), aligned(rows, num_left=2), aligned(phases, num_left=1), _divergences(result)]
     return "\n\n".join(part for part in [*parts, "\n".join(result["notes"])] if part)
 
 
@@ -465,8 +466,8 @@ def _speed_row(cell: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _aligned(rows: Seq[tuple[str, ...]], num_left: int) -> str:
-    """Columns padded to their widest entry: the first ``num_left`` to the right, the others to the left."""
+def aligned(rows: Seq[tuple[str, ...]], num_left: int) -> str:
+    """A table in plain text, the first row its header: the first ``num_left`` columns flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = [str.ljust] * num_left + [str.rjust] * (len(widths) - num_left)
     lines = ["  ".join(f(text, width) for f, text, width in zip(pad, row, widths, strict=True)).rstrip() for row in rows]

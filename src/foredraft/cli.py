@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,6 +131,7 @@ Speculative = Annotated[
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="Mark the tokens that came from accepted drafts.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Ops = Annotated[str | None, typer.Option(help="auto, native or torch.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together; the model's own when not given.")]
 KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", metavar="SIZE", help="As 512MB, 1GiB or a number of bytes.")]
@@ -159,11 +160,11 @@ def parse_bytes(text: str | None) -> int | None:
 
 
 def engine_options(
-    device: str | None, dtype: str | None, threads: int | None, max_model_len: int | None, kv_cache_memory: str | None
+    device: str | None, dtype: str | None, ops: str | None, threads: int | None, max_model_len: int | None, kv_memory: str | None
 ) -> dict[str, Any]:
     """The engine's options among those that the user gave, as EngineConfig takes them."""
-    num_bytes = parse_bytes(kv_cache_memory)
-    return given(device=device, dtype=dtype, threads=threads, max_model_len=max_model_len, kv_cache_memory=num_bytes)
+    num_bytes = parse_bytes(kv_memory)
+    return given(device=device, dtype=dtype, ops=ops, threads=threads, max_model_len=max_model_len, kv_cache_memory=num_bytes)
 
 
 # ------------------------------------------------------------------------------------------------ generate
@@ -190,6 +191,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     device: Device = None,
     dtype: Dtype = None,
+    ops: Ops = None,
     threads: Threads = None,
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KvMemory = None,
@@ -205,7 +207,7 @@ def generate(
         raise typer.BadParameter("the JSON names the origin of every token; leave it out.", param_hint="--show-drafts")
     sampling = given(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p)
     params = SamplingParams(**sampling, **given(stop=stop, ignore_eos=ignore_eos, logprobs=logprobs, n=n))
-    engine = engine_options(device, dtype, threads, max_model_len, kv_cache_memory)
+    engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory)
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
     llm = load_llm(model, speculative_config=speculative_config, **engine)
@@ -260,6 +262,7 @@ def chat(
     show_drafts: ShowDrafts = False,
     device: Device = None,
     dtype: Dtype = None,
+    ops: Ops = None,
     threads: Threads = None,
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KvMemory = None,
@@ -274,7 +277,7 @@ def chat(
 
     sampling = given(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop)
     params = SamplingParams(**sampling, ignore_eos=ignore_eos)
-    engine = engine_options(device, dtype, threads, max_model_len, kv_cache_memory)
+    engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory)
     llm = load_llm(model, speculative_config=speculative_config, **engine)
     if not llm.checkpoint.tokenizer.has_chat_template:
         raise RequestError(f"{model} has no chat template; use `foredraft generate`, or choose a model made for chat.")
@@ -296,39 +299,78 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Times that each prompt is run.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the first repeat.")] = None,
+    passes: Annotated[bool, typer.Option("--passes", help="Time passes of 1 to 32 rows instead of answers.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure and run here.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="With --passes: write a page with a plot.")
+    ] = None,
     speculative_config: Annotated[str | None, typer.Option(metavar="JSON", help="Further settings of the drafters.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    ops: Ops = None,
     threads: Threads = None,
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KvMemory = None,
 ) -> None:
-    """Measure plain and speculative decoding side by side.
+    """Measure plain and speculative decoding side by side, or with --passes what a pass costs by its number of rows.
 
     Progress goes to stderr, a table to stdout, and its figures as one line of JSON after it.
     """
-    from foredraft import bench as module
-    from foredraft.terminal import note
+    options = given(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    options.update(given(methods=_names(methods), categories=_names(categories), dataset=dataset, limit=limit))
+    options.update(given(speculative_config=_json_object(speculative_config)))
+    engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory) | given(repeats=repeats)
+    if not passes and html_file is not None:
+        raise typer.BadParameter("a page with a plot is made with --passes only.", param_hint="--html")
+    if passes and options:
+        name = next(iter(options)).replace("_", "-")
+        raise typer.BadParameter("--passes times no answers; leave it out.", param_hint=f"--{name}")
+    _check_files({"--json": json_file, "--html": html_file})
+    if passes:
+        _bench_passes(model, engine, json_file, html_file)
+    else:
+        _bench_answers(model, options | engine, json_file)
+
+
+def _check_files(files: Mapping[str, Path | None]) -> None:
+    """Find out now rather than after minutes of measuring."""
     from foredraft.types import ConfigError
 
-    options = given(
-        num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens, repeats=repeats, temperature=temperature, seed=seed
-    )
-    options.update(given(methods=_names(methods), categories=_names(categories), dataset=dataset, limit=limit))
-    options.update(engine_options(device, dtype, threads, max_model_len, kv_cache_memory))
-    options.update(given(speculative_config=_json_object(speculative_config)))
+    for name, path in files.items():
+        if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+            raise ConfigError(f"{name} must name a file in a folder that can be written to, not {str(path)!r}; choose another.")
+
+
+def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | None) -> None:
+    from foredraft import bench as module
+    from foredraft.terminal import note
+
     chosen = module.BenchOptions(model, **options)
-    # Found out now rather than after minutes of measuring.
-    if json_file is not None and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):
-        raise ConfigError(f"--json must name a file in a folder that can be written to, not {str(json_file)!r}; choose another.")
     fetch_model(model)
     result = module.run_bench(chosen, note)
+    _print_figures(result, module.format_table(result), json_file)
+
+
+def _bench_passes(model: str, options: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    from foredraft import passes as module
+    from foredraft import report
+    from foredraft.terminal import note
+
+    chosen = module.PassOptions(model, **options)
+    if html_file is not None:
+        report.plotting()
+    fetch_model(model)
+    result = module.run_passes(chosen, note)
+    if html_file is not None:
+        report.write_passes(result, html_file)
+    _print_figures(result, module.format_table(result), json_file)
+
+
+def _print_figures(result: Mapping[str, Any], table: str, json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(module.format_table(result))
-    figures = {name: value for name, value in result.items() if name != "runs"}
-    print(json.dumps(figures, separators=(",", ":")))
+    print(table)
+    print(json.dumps({name: value for name, value in result.items() if name != "runs"}, separators=(",", ":")))
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

@@ -15,6 +15,7 @@ from foredraft.types import MAX_SPECULATIVE_TOKENS, ConfigError, refuse_unknown
 
 RULES = ("coupled", "rejection", "block")
 DEVICES = ("auto", "cpu", "cuda")
+OPS = ("auto", "native", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Far more than any machine has, and few enough that starting them does not crash the process.
 MAX_THREADS = 1024
@@ -113,12 +114,15 @@ class SpeculativeConfig:
 class EngineConfig:
     """Sizes of the engine.  ``kv_cache_memory`` in bytes, None for a default; ``max_model_len`` None for the model's own.
 
+    ``dtype`` auto keeps the weights in the file's own format with native ops, and is float32 (bfloat16 on CUDA) with torch ops.
+
     Raises:
         ConfigError: an unknown name, or a value out of its range.
     """
 
     device: str = "auto"
     dtype: str = "auto"
+    ops: str = "auto"
     seed: int | None = None
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
@@ -131,6 +135,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         refuse_unknown("device", str(self.device), DEVICES)
         refuse_unknown("dtype", str(self.dtype), DTYPES)
+        refuse_unknown("ops", str(self.ops), OPS)
         _require("seed", self.seed, self.seed is None or _is_int(self.seed, 0, 2**63 - 1), "from 0 to 2^63-1")
         # A context holds one token of the prompt and one of the answer.
         for name, low in (("max_model_len", 2), ("kv_cache_memory", 1)):

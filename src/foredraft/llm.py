@@ -21,7 +21,7 @@ from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint, Detokenizer, Progress, load_checkpoint
 from foredraft.memory import available_bytes, check_context_fits, default_kv_bytes, plan_kv_blocks
 from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from foredraft.target import ModelTarget, resolve_device, resolve_dtype
+from foredraft.target import ModelTarget, kv_bytes_per_token
 from foredraft.types import (
     ConfigError,
     RequestError,
@@ -65,7 +65,7 @@ class LLM:
         speculative_config: a mapping or JSON as vLLM takes it, or a SpeculativeConfig; None decodes plainly.
         drafters: your own drafters by name; ``speculative_config``'s ``method`` may name one.
         progress: called with (done_bytes, total_bytes) while a model is fetched.
-        options: fields of EngineConfig: device, dtype, seed, max_model_len, kv_cache_memory, threads, block_size,
+        options: fields of EngineConfig: device, dtype, ops, seed, max_model_len, kv_cache_memory, threads, block_size,
             max_num_seqs, max_num_batched_tokens, enable_prefix_caching.
 
     Raises:
@@ -112,8 +112,9 @@ class LLM:
     def _plan_memory(self, draft: Checkpoint | None) -> tuple[int, int]:
         """(max_model_len, number of KV blocks that the target, and a draft model, each get)."""
         architecture, config = self.checkpoint.architecture, self.config
-        itemsize = resolve_dtype(config.dtype, resolve_device(config.device)).itemsize
-        bytes_per_token = [c.architecture.kv_bytes_per_token(itemsize) for c in (self.checkpoint, draft) if c is not None]
+        how = {"device": config.device, "dtype": config.dtype, "ops": config.ops}
+        models = [checkpoint for checkpoint in (self.checkpoint, draft) if checkpoint is not None]
+        bytes_per_token = [kv_bytes_per_token(model.architecture, model.weights, **how) for model in models]
         most = architecture.max_position_embeddings
         wanted = config.max_model_len or most
         if wanted > most:
@@ -129,16 +130,19 @@ class LLM:
 
     def _build_target(self, checkpoint: Checkpoint, max_model_len: int, num_blocks: int) -> ModelTarget:
         config = self.config
-        return ModelTarget(
+        target = ModelTarget(
             checkpoint.architecture,
             checkpoint.weights,
             device=config.device,
             dtype=config.dtype,
+            ops=config.ops,
             threads=config.threads,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=max_model_len,
         )
+        checkpoint.release()
+        return target
 
     def _drafter_context(self) -> DrafterContext:
         stream, with_probs = draws_for(self.speculative_config.rejection_sample_method)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from foredraft.types import Clock
@@ -40,20 +41,36 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def measure_read_bandwidth(device: torch.device, *, repeats: int = 9, clock: Clock = time.perf_counter) -> dict[str, Any]:
-    """Bytes per second at which torch sums a float32 buffer that no cache holds, with the threads it is set to.
+def measure_read_bandwidth(
+    device: torch.device,
+    *,
+    num_bytes: int | None = None,
+    threads: int | None = None,
+    repeats: int = 25,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Bytes per second at which torch sums a float32 buffer of ``num_bytes`` bytes again and again, on ``threads`` CPU threads.
 
-    ``best`` is nearest to what the machine can do, ``median`` to what it did under its present load.
+    Passes read the same weights again and again too, so a buffer as large as they are gives what a pass can at most reach: caches
+    keep a part of it, more of a small one.  None takes a buffer that no cache holds a notable part of.  ``threads`` None takes as
+    many as torch is set to.  ``best`` is nearest to what the machine can do, ``median`` to what it did under its present load.
     """
-    buffer = torch.ones(_buffer_bytes() // 4, dtype=torch.float32, device=device)
+    # Numpy asks for huge pages, as the native ops' weights have them; with small ones the CPU spends time on finding addresses.
+    values = torch.from_numpy(np.ones((num_bytes or _buffer_bytes()) // 4, np.float32))
+    buffer = values if device.type == "cpu" else values.to(device)
     # A GPU reads the buffer in a fraction of a millisecond, beside which one launch would be seen.
     num_passes = 8 if device.type == "cuda" else 1
     speeds = []
-    for _ in range(repeats + 1):
-        start = clock()
-        sums = [buffer.sum() for _ in range(num_passes)]
-        sums[-1].item()
-        speeds.append(num_passes * buffer.nbytes / (clock() - start))
+    num_before = torch.get_num_threads()
+    torch.set_num_threads(threads or num_before)
+    try:
+        for _ in range(repeats + 1):
+            start = clock()
+            sums = [buffer.sum() for _ in range(num_passes)]
+            sums[-1].item()
+            speeds.append(num_passes * buffer.nbytes / (clock() - start))
+    finally:
+        torch.set_num_threads(num_before)
     timed = speeds[1:]  # the first one also wakes threads and the device
     return {"best": max(timed), "median": statistics.median(timed), "buffer_bytes": buffer.nbytes, "repeats": repeats}
 

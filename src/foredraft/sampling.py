@@ -3,12 +3,16 @@
 Owns: the order in which masks, bias, penalties, temperature and truncation act, and the position-keyed random numbers.  Does not
 know: whether a row belongs to a draft, a verification or plain decoding; all three call the same functions.
 
-Every row is computed alone, in numpy and float64, so its result cannot depend on how many rows a pass had.
+Every row is computed alone, in float64, so its result cannot depend on how many rows a pass had.  The compiled module, where it is
+there, does what touches the whole vocabulary; numpy is the reference, and what runs without it.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Sequence as Seq
+from functools import cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -28,6 +32,17 @@ _HALF = np.uint64(32)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
+# Below this many tokens numpy is as fast, and its noise is the definition.
+_FEW_TOKENS = 256
+
+
+@cache
+def _extension() -> Any:
+    """The compiled module, or None."""
+    try:
+        return importlib.import_module("foredraft._native")
+    except ImportError:
+        return None
 
 
 # ------------------------------------------------------------------------------------------------ noise
@@ -94,19 +109,33 @@ class PositionNoise:
 
     def draw(self, dist: Distribution, position: int, stream: int) -> int:
         """Gumbel-max: argmax of log-probability plus noise is a sample of ``dist``."""
-        if len(dist.tokens) == 1:
-            return int(dist.tokens[0])
-        return int(dist.tokens[np.argmax(dist.log_probs + self.gumbel(dist.tokens, position, stream))])
+        tokens, log_probs = dist.tokens, dist.log_probs
+        if len(tokens) == 1:
+            return int(tokens[0])
+        if len(tokens) > _FEW_TOKENS and _extension() is not None:
+            contenders = self._contenders(tokens, log_probs, position, stream)
+            tokens, log_probs = tokens[contenders], log_probs[contenders]
+        return int(tokens[np.argmax(log_probs + self.gumbel(tokens, position, stream))])
 
     def accept(self, probability: float, position: int) -> bool:
         """One coin per position and pass."""
         high, low = self._words(np.zeros(1, dtype=np.uint64), position, STREAM_ACCEPT)
         return bool(_uniform(high, low)[0] < probability)
 
+    def _contenders(self, tokens: IntArray, log_probs: FloatArray, position: int, stream: int) -> IntArray:
+        """Ascending indices of the tokens that can win the draw; the others lose by their first random bits alone."""
+        found = np.empty(len(tokens), np.int64)
+        words = position, self._sample_index, self._last_word(stream)
+        num_found = _extension().contenders(tokens, np.ascontiguousarray(log_probs), *words, *self._key, found)
+        contenders: IntArray = found[:num_found]
+        return contenders
+
     def _words(self, tokens: Words, position: int, stream: int) -> tuple[Words, Words]:
-        origin = 0 if stream == STREAM_TARGET else self._origin
-        w0, w1, _, _ = philox((tokens, position, self._sample_index, origin << 2 | stream), self._key)
+        w0, w1, _, _ = philox((tokens, position, self._sample_index, self._last_word(stream)), self._key)
         return w0, w1
+
+    def _last_word(self, stream: int) -> int:
+        return (0 if stream == STREAM_TARGET else self._origin) << 2 | stream
 
 
 def noise_for(seq: Sequence) -> PositionNoise:
@@ -136,9 +165,7 @@ def distribution(logits: FloatArray, seq: Sequence, draft: Seq[int] = ()) -> Dis
         return Distribution(np.array([best], dtype=np.int64), np.zeros(1))
     top = row.max()
     _check_finite(top)
-    with np.errstate(over="ignore"):
-        scaled = (row.astype(np.float64) - top) / params.temperature
-    return _truncate(scaled, params)
+    return _truncate(row, float(top), params)
 
 
 def _check_finite(best: float) -> None:
@@ -202,19 +229,57 @@ def _penalize(row: FloatArray, seq: Sequence, draft: Seq[int]) -> FloatArray:
     return row
 
 
-def _truncate(scaled: FloatArray, params: SamplingParams) -> Distribution:
-    """min_p, top_k, top_p and normalisation of a row whose largest value is 0."""
-    floor = np.log(params.min_p) if params.min_p > 0.0 else -np.inf
-    tokens = np.flatnonzero(scaled > -np.inf) if floor == -np.inf else np.flatnonzero(scaled >= floor)
-    values = scaled[tokens]
-    if 0 < params.top_k < len(values):
-        kept = _largest(values, params.top_k)
-        tokens, values = tokens[kept], values[kept]
+def _truncate(row: FloatArray, top: float, params: SamplingParams) -> Distribution:
+    """Temperature, min_p, top_k, top_p and normalisation of a row whose largest value is ``top``.
+
+    Of a large vocabulary only what may survive is gathered and sorted.
+    """
+    temperature, floor = params.temperature, math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    total = None
+    if 0 < params.top_k < len(row):
+        tokens = _largest(row, params.top_k)
+    elif params.min_p > 0.0:
+        tokens = _at_least(row, top, temperature, floor)
+    elif params.top_p < 1.0:
+        total = _sum_weights(row, top, temperature)
+        # Tokens below (1 - top_p) / n of the whole weigh less than 1 - top_p together, so the rest reaches top_p without them.
+        tokens = _at_least(row, top, temperature, math.log(total * (1.0 - params.top_p) / len(row)))
+    else:
+        tokens = np.flatnonzero(row > -np.inf)
+    scaled = _scaled(row[tokens], top, temperature)
+    kept = np.flatnonzero(scaled >= floor) if params.min_p > 0.0 else np.flatnonzero(scaled > -np.inf)
+    if len(kept) < len(tokens):
+        tokens, scaled = tokens[kept], scaled[kept]
+    weights = np.exp(scaled)
     if params.top_p < 1.0:
-        probs = np.exp(values)
-        kept = _nucleus(probs / probs.sum(), params.top_p)
-        tokens, values = tokens[kept], values[kept]
-    return Distribution(tokens, values - np.log(np.exp(values).sum()))
+        kept = _nucleus(weights, weights.sum() if total is None else total, params.top_p)
+        tokens, scaled, weights = tokens[kept], scaled[kept], weights[kept]
+    return Distribution(tokens, scaled - np.log(weights.sum()))
+
+
+def _scaled(values: FloatArray, top: float, temperature: float) -> FloatArray:
+    """(values - top) / temperature in float64."""
+    scaled: FloatArray = values.astype(np.float64)
+    scaled -= top
+    with np.errstate(over="ignore"):
+        scaled /= temperature
+    return scaled
+
+
+def _at_least(row: FloatArray, top: float, temperature: float, floor: float) -> IntArray:
+    """Ascending indices of all values whose scaled value is at least ``floor``, and of a few that are just below."""
+    slack = 1e-3 * temperature + 1e-5 * max(1.0, abs(top))
+    lowest = float(np.finfo(row.dtype).min)
+    return np.flatnonzero(row >= max(lowest, top + temperature * floor - slack))
+
+
+def _sum_weights(row: FloatArray, top: float, temperature: float) -> float:
+    """Sum of e^((row - top) / temperature)."""
+    extension = _extension()
+    if extension is None:
+        return float(np.exp(_scaled(row, top, temperature)).sum())
+    total: float = extension.sum_weights(np.ascontiguousarray(row), top, temperature)
+    return total
 
 
 def _largest(values: FloatArray, num: int) -> IntArray:
@@ -225,12 +290,10 @@ def _largest(values: FloatArray, num: int) -> IntArray:
     return np.sort(np.concatenate([above, ties]))
 
 
-def _nucleus(probs: FloatArray, top_p: float) -> IntArray:
-    """Ascending indices of the smallest set of most likely tokens whose mass reaches ``top_p``."""
-    # Tokens below (1 - top_p) / n weigh less than 1 - top_p together, so the rest reaches top_p without them.
-    candidates = np.flatnonzero(probs >= (1.0 - top_p) / len(probs))
-    order = candidates[np.argsort(-probs[candidates], kind="stable")]
-    num = int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1
+def _nucleus(weights: FloatArray, total: float, top_p: float) -> IntArray:
+    """Ascending indices of the fewest largest weights whose share of ``total`` reaches ``top_p``; the lower index of equal ones."""
+    order = np.argsort(-weights, kind="stable")
+    num = int(np.searchsorted(np.cumsum(weights[order] / total), top_p)) + 1
     return np.sort(order[:num])
 
 

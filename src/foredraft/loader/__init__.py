@@ -5,6 +5,7 @@ Owns: what a loaded checkpoint is.  Does not know: how its weights are computed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,8 @@ class Checkpoint:
 
     ``name`` is what the user typed, ``path`` the folder or ``.gguf`` file.  ``weights`` have canonical names and are read when
     asked for.  ``eos_ids`` end an output.  ``quantization`` is the format that holds most bytes of the matrices;
-    ``weight_bytes`` is the size of the weight files.
+    ``weight_bytes`` is the size of the weight files.  ``release()`` gives back the memory of what was read from a mapped file;
+    reading on brings it back.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Checkpoint:
     eos_ids: frozenset[int]
     quantization: str
     weight_bytes: int
+    release: Callable[[], None] = lambda: None
 
 
 def load_checkpoint(model: str, *, progress: Progress | None = None) -> Checkpoint:
@@ -73,7 +76,9 @@ def _load_gguf(name: str, path: Path) -> Checkpoint:
     tokenizer = gguf_tokenizer(file)
     matrices = [(info.format, info.num_bytes) for info in file.tensors.values() if len(info.shape) > 1]
     eos_ids = frozenset(gguf_eos_ids(file) | turn_end_ids(tokenizer))
-    return Checkpoint(name, path, architecture, weights, tokenizer, eos_ids, most_common_format(matrices), len(file.data))
+    return Checkpoint(
+        name, path, architecture, weights, tokenizer, eos_ids, most_common_format(matrices), len(file.data), file.release
+    )
 
 
 def _load_folder(name: str, path: Path) -> Checkpoint:

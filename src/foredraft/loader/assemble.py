@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from foredraft.architecture import Architecture, Weight, Weights
-from foredraft.types import FloatArray, ModelFileError
+from foredraft.types import ModelFileError
 
 OpenPart = Callable[[str, int | None], Weight]
+ReadRows = Callable[[int, int], npt.NDArray[Any]]
 
 STACKS = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
 
@@ -66,17 +69,27 @@ def stack_rows(parts: list[Weight]) -> Weight:
         return parts[0]
     starts = [0, *np.cumsum([part.shape[0] for part in parts]).tolist()]
 
-    def read(start: int, stop: int) -> FloatArray:
-        assert 0 <= start <= stop <= starts[-1], (start, stop, starts[-1])
-        pieces = [
-            part.read(max(start, first) - first, min(stop, last) - first)
-            for part, first, last in zip(parts, starts[:-1], starts[1:], strict=True)
-            if max(start, first) < min(stop, last)
-        ]
-        return np.concatenate(pieces) if pieces else parts[0].read(0, 0)
+    def stacked(readers: list[ReadRows]) -> ReadRows:
+        def read(start: int, stop: int) -> npt.NDArray[Any]:
+            assert 0 <= start <= stop <= starts[-1], (start, stop, starts[-1])
+            pieces = [
+                reader(max(start, first) - first, min(stop, last) - first)
+                for reader, first, last in zip(readers, starts[:-1], starts[1:], strict=True)
+                if max(start, first) < min(stop, last)
+            ]
+            return np.concatenate(pieces) if pieces else readers[0](0, 0)
+
+        return read
 
     formats = [part.format for part in parts]
-    return Weight((starts[-1], *parts[0].shape[1:]), max(formats, key=bits_per_value), read)
+    blocks = [part.read_blocks for part in parts if part.read_blocks is not None]
+    same_blocks = len(blocks) == len(parts) and len(set(formats)) == 1
+    return Weight(
+        (starts[-1], *parts[0].shape[1:]),
+        max(formats, key=bits_per_value),
+        stacked([part.read for part in parts]),
+        stacked(blocks) if same_blocks else None,
+    )
 
 
 def shifted(weight: Weight, amount: float) -> Weight:

@@ -8,6 +8,7 @@ because every length in an untrusted file has to be checked; values are dequanti
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class GGUFFile:
     tensors: Mapping[str, TensorInfo]
     data: npt.NDArray[np.uint8]
 
+    def release(self) -> None:
+        """Let the pages that were read go; a later read maps them again."""
+        mapped = getattr(self.data, "_mmap", None)
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
     def weight(self, name: str, row_order: npt.NDArray[np.intp] | None = None) -> Weight:
         """One tensor of one or two dimensions; row ``i`` is the file's row ``row_order[i]`` when an order is given."""
         info = self.tensors[name]
@@ -62,13 +69,14 @@ class GGUFFile:
 
             return Weight(info.shape, info.format, read_values)
 
-        def read(start: int, stop: int) -> FloatArray:
+        def read_blocks(start: int, stop: int) -> npt.NDArray[np.uint8]:
             assert 0 <= start <= stop <= rows, (start, stop, rows)
-            if start == stop:
-                return np.zeros((0, *info.shape[1:]), np.float32)
-            return dequantise(raw[start:stop] if row_order is None else raw[row_order[start:stop]])
+            return np.ascontiguousarray(raw[start:stop] if row_order is None else raw[row_order[start:stop]])
 
-        return Weight(info.shape, info.format, read)
+        def read(start: int, stop: int) -> FloatArray:
+            return dequantise(read_blocks(start, stop)) if start < stop else np.zeros((0, *info.shape[1:]), np.float32)
+
+        return Weight(info.shape, info.format, read, read_blocks)
 
 
 def open_gguf(path: Path) -> GGUFFile:

@@ -1,0 +1,28 @@
+// How the attention of a pass is cut into items that threads take one by one.
+//
+// Owns: the cut.  It moves work between threads and changes no result.  Does not know: how an item is computed.
+#pragma once
+#include "model.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace foredraft {
+
+// Rows that share a block table are consecutive and belong to one sequence.
+inline std::vector<AttentionItem> plan_attention(const Model& model, const Pass& pass, int max_queries, int num_threads) {
+  const int group = model.heads / model.kv_heads;
+  // As many queries together as can share their reads, but enough items that no thread waits long for another.
+  const int fair = pass.num_rows * model.heads / (2 * num_threads);
+  const int most = std::max(1, std::min(max_queries, fair));
+  std::vector<AttentionItem> items;
+  for (int first = 0, end; first < pass.num_rows; first = end) {
+    for (end = first + 1; end < pass.num_rows && pass.table_of[end] == pass.table_of[first];) ++end;
+    const int queries = (end - first) * group;
+    for (int start = 0; start < queries; start += most)
+      for (int head = 0; head < model.kv_heads; ++head) items.push_back({first, head, start, std::min(most, queries - start)});
+  }
+  return items;
+}
+
+}  // namespace foredraft

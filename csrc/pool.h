@@ -1,0 +1,79 @@
+// Threads that run passes together, and how they wait for each other.
+//
+// Owns: threads.  Does not know: what a pass is.
+#pragma once
+#include "model.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace foredraft {
+
+// Workers 1 .. n-1; the caller is worker 0.  A worker spins for a moment before it sleeps, so that the passes of consecutive
+// tokens find it awake, and an idle engine costs nothing.
+class Pool {
+ public:
+  explicit Pool(int num_threads) {
+    barrier_.count = num_threads;
+    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      job_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int size() const { return int(workers_.size()) + 1; }
+
+  void run(const std::function<void(int, Barrier&)>& task) {
+    task_ = &task;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    task(0, barrier_);
+    barrier_.wait();
+  }
+
+ private:
+  void work(int index) {
+    for (unsigned seen = 0;;) {
+      const auto asleep_at = std::chrono::steady_clock::now() + std::chrono::microseconds(300);
+      for (int spins = 0; job_.load(std::memory_order_acquire) == seen; ++spins) {
+        Barrier::relax(spins);
+        if (spins % 64 == 63 && std::chrono::steady_clock::now() > asleep_at) {
+          std::unique_lock<std::mutex> lock(mutex_);
+          wake_.wait(lock, [&] { return job_.load(std::memory_order_acquire) != seen; });
+        }
+      }
+      seen = job_.load(std::memory_order_acquire);
+      if (stopping_) return;
+      (*task_)(index, barrier_);
+      barrier_.wait();
+    }
+  }
+
+  Barrier barrier_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<unsigned> job_{0};
+  bool stopping_ = false;
+  const std::function<void(int, Barrier&)>* task_ = nullptr;
+};
+
+}  // namespace foredraft

@@ -1,0 +1,264 @@
+// A test of the kernels without Python, to be built with sanitizers: every array has exactly the length that it needs, so that an
+// access beyond its end is seen.
+//
+// Owns: random matrices and tiny random models.  Does not know: whether results are right; tests/test_native.py compares those.
+#include "dispatch.h"
+#include "plan.h"
+#include "pool.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+using namespace foredraft;
+
+namespace {
+
+void check(bool condition, const std::string& what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what.c_str());
+  std::exit(1);
+}
+
+struct Random {
+  uint64_t state;
+
+  uint32_t bits() {  // splitmix64
+    uint64_t z = state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return uint32_t((z ^ z >> 31) >> 32);
+  }
+  float signed_unit() { return float(bits()) / 2147483648.0f - 1.0f; }
+  std::vector<float> floats(size_t count, float offset, float spread) {
+    std::vector<float> values(count);
+    for (float& value : values) value = offset + spread * signed_unit();
+    return values;
+  }
+};
+
+// A matrix and its bytes.  Values are within about 0.25, and so are the quantised ones.
+struct Owned {
+  std::vector<uint8_t> bytes;
+  Matrix matrix;
+
+  Owned(Format format, int rows, int cols, Random& random) {
+    matrix.format = format;
+    matrix.rows = rows;
+    matrix.cols = cols;
+    bytes.resize(size_t(matrix.tiles()) * tile_bytes(format, cols));
+    matrix.data = bytes.data();
+    if (format == F32) {
+      for (size_t i = 0; i < bytes.size(); i += 4) {
+        const float value = 0.25f * random.signed_unit();
+        std::memcpy(&bytes[i], &value, 4);
+      }
+      return;
+    }
+    // Half and bfloat values, or the scales behind each block's codes: random mantissas below a fixed exponent.
+    const uint16_t top = format == BF16 ? 0x3E00 : format == Q8_0 ? 0x0FFF : is_quantised(format) ? 0x27FF : 0x33FF;
+    const size_t codes = !is_quantised(format) ? 0 : format == Q8_0 ? 512 : 256;
+    const size_t block = is_quantised(format) ? tile_bytes(format, kBlock) : bytes.size();
+    for (size_t start = 0; start < bytes.size(); start += block) {
+      for (size_t i = 0; i < codes; ++i) bytes[start + i] = uint8_t(random.bits());
+      for (size_t i = codes; i < block; i += 2) {
+        const uint16_t half = uint16_t((random.bits() & 0x80FF) | (top & 0x7F00));
+        std::memcpy(&bytes[start + i], &half, 2);
+      }
+    }
+  }
+};
+
+struct Inputs {
+  std::vector<float> values, scales, sums;
+  std::vector<int8_t> quants;
+  std::vector<int32_t> isums;
+
+  Inputs(size_t rows, size_t cols)
+      : values(rows * cols), scales(rows * (cols / kBlock)), sums(scales.size()), quants(rows * cols), isums(scales.size()) {}
+  Activations view() { return {values.data(), quants.data(), scales.data(), sums.data(), isums.data()}; }
+};
+
+std::vector<float> linear(const Kernels& kernels, const Matrix& matrix, const float* x, int num_rows) {
+  Inputs inputs(num_rows, matrix.cols);
+  std::memcpy(inputs.values.data(), x, sizeof(float) * num_rows * matrix.cols);
+  std::vector<float> y(size_t(num_rows) * matrix.rows, NAN);
+  kernels.linear(matrix, inputs.view(), num_rows, y.data());
+  return y;
+}
+
+void test_linear(const Kernels& kernels, Format format, Random& random) {
+  for (int rows : {1, 16, 37})
+    for (int cols : {32, 96}) {
+      const Owned weights(format, rows, cols, random);
+      for (int num_rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 121}) {
+        const std::string name = std::string(kernels.name) + " format " + std::to_string(format) + " [" + std::to_string(rows) + ", " +
+                                 std::to_string(cols) + "] x " + std::to_string(num_rows);
+        const std::vector<float> x = random.floats(size_t(num_rows) * cols, 0.0f, 2.0f);
+        const std::vector<float> y = linear(kernels, weights.matrix, x.data(), num_rows);
+        const std::vector<float> expected = linear(generic::kernels, weights.matrix, x.data(), num_rows);
+        for (size_t i = 0; i < y.size(); ++i) check(std::abs(y[i] - expected[i]) <= 1e-4f, name + " differs from generic");
+        for (int row = 0; row < num_rows; ++row) {
+          const std::vector<float> alone = linear(kernels, weights.matrix, &x[size_t(row) * cols], 1);
+          check(!std::memcmp(alone.data(), &y[size_t(row) * rows], sizeof(float) * rows), name + ": a row depends on its neighbours");
+        }
+      }
+    }
+}
+
+constexpr int kHeads = 4, kKvHeads = 2, kHeadDim = 16, kHidden = 32, kVocabulary = 37, kNumLayers = 2;
+
+// Layers with and without a window; with all of a family's extras or none.  intermediate may be an odd number of tiles.
+struct TinyModel {
+  std::vector<std::unique_ptr<Owned>> matrices;
+  std::vector<std::vector<float>> vectors;
+  std::vector<std::vector<uint8_t>> caches;
+  std::vector<double> frequencies;
+  std::vector<Layer> layers;
+  Model model{};
+
+  TinyModel(Format format, bool extras, bool half_cache, int intermediate, int block_size, int num_blocks, Random& random) {
+    const int width = kHeads * kHeadDim, stride = width + 2 * kKvHeads * kHeadDim;
+    const auto matrix = [&](int rows, int cols) {
+      matrices.push_back(std::make_unique<Owned>(format, rows, cols, random));
+      return matrices.back()->matrix;
+    };
+    const auto vector = [&](int count, float offset) {
+      vectors.push_back(random.floats(count, offset, 0.3f));
+      return static_cast<const float*>(vectors.back().data());
+    };
+    const auto cache = [&] {
+      caches.emplace_back(size_t(num_blocks) * kKvHeads * block_size * kHeadDim * (half_cache ? 2 : 4));
+      return caches.back().data();
+    };
+    for (int i = 0; i < kHeadDim / 2; ++i) frequencies.push_back(std::pow(100.0, -2.0 * i / kHeadDim));
+    for (int i = 0; i < kNumLayers; ++i) {
+      Layer layer{};
+      layer.qkv = matrix(stride, kHidden);
+      layer.o = matrix(kHidden, width);
+      layer.gate_up = matrix(2 * intermediate, kHidden);
+      layer.down = matrix(kHidden, intermediate);
+      layer.attn_norm = vector(kHidden, 1.0f);
+      layer.mlp_norm = vector(kHidden, 1.0f);
+      if (extras) {
+        layer.qkv_bias = vector(stride, 0.0f);
+        layer.q_norm = vector(kHeadDim, 1.0f);
+        layer.k_norm = vector(kHeadDim, 1.0f);
+        layer.post_attn_norm = vector(kHidden, 1.0f);
+        layer.post_mlp_norm = vector(kHidden, 1.0f);
+      }
+      layer.inverse_frequencies = frequencies.data();
+      layer.window = i == 0 ? 5 : 0;
+      layer.keys = cache();
+      layer.values = cache();
+      layers.push_back(layer);
+    }
+    model = {kHidden, intermediate, kHeads, kKvHeads, kHeadDim, block_size, kNumLayers, 1e-5f, 0.25f, 2.0f, extras, half_cache,
+             matrix(kVocabulary, kHidden), matrix(kVocabulary, kHidden), vector(kHidden, 1.0f), layers.data()};
+  }
+};
+
+// Rows [first, first + num_rows) of one sequence, logits of all of them after states of every layer.
+std::vector<float> run(const Kernels& kernels, Pool& pool, const Model& model, const std::vector<int32_t>& tokens,
+                       const std::vector<int32_t>& table, int first, int num_rows) {
+  const size_t width = kHeads * kHeadDim, stride = width + 2 * kKvHeads * kHeadDim, num_taps = kNumLayers + 1;
+  std::vector<int32_t> positions(num_rows), table_of(num_rows, 0), taps(num_taps);
+  for (int i = 0; i < num_rows; ++i) positions[i] = first + i;
+  for (size_t i = 0; i < num_taps; ++i) taps[i] = int32_t(i);
+  std::vector<int32_t> logit_rows(num_rows);
+  for (int i = 0; i < num_rows; ++i) logit_rows[i] = i;
+  std::vector<float> x(num_rows * kHidden), y(x.size()), qkv(num_rows * stride);
+  std::vector<float> tapped(num_rows * num_taps * kHidden, NAN), logits(size_t(num_rows) * kVocabulary, NAN);
+  Inputs in(num_rows, width), mid(num_rows, model.intermediate);
+  Pass pass{};
+  pass.num_rows = pass.num_logits = num_rows;
+  pass.num_taps = int(num_taps);
+  pass.tokens = &tokens[first];
+  pass.positions = positions.data();
+  pass.tables = table.data();
+  pass.table_of = table_of.data();
+  pass.logit_rows = logit_rows.data();
+  pass.taps = taps.data();
+  pass.logits = logits.data();
+  pass.tapped = tapped.data();
+  pass.x = x.data();
+  pass.y = y.data();
+  pass.qkv = qkv.data();
+  pass.in = in.view();
+  pass.mid = mid.view();
+  pass.score_stride = size_t(first + num_rows + 15) / 16 * 16;
+  std::vector<float> scores(size_t(pool.size()) * kMaxAttentionQueries * pass.score_stride);
+  pass.scores = scores.data();
+  const std::vector<AttentionItem> items = plan_attention(model, pass, kernels.max_queries, pool.size());
+  std::vector<int> next_items(kNumLayers, 0);
+  pass.items = items.data();
+  pass.num_items = int(items.size());
+  pass.next_items = next_items.data();
+  pool.run([&](int thread, Barrier& barrier) { kernels.run(model, pass, thread, pool.size(), barrier); });
+  std::vector<float> all;
+  for (int i = 0; i < num_rows; ++i) {
+    all.insert(all.end(), &tapped[i * num_taps * kHidden], &tapped[i * num_taps * kHidden] + num_taps * kHidden);
+    all.insert(all.end(), &logits[size_t(i) * kVocabulary], &logits[size_t(i) * kVocabulary] + kVocabulary);
+  }
+  return all;
+}
+
+void test_run(const Kernels& kernels, Format format, bool extras, int block_size, Random& random) {
+  const std::string name = std::string(kernels.name) + " format " + std::to_string(format) + (extras ? " with extras" : "") +
+                           ", blocks of " + std::to_string(block_size);
+  const int num_tokens = 133, num_blocks = (num_tokens + block_size - 1) / block_size;
+  TinyModel tiny(format, extras, format != F32, is_quantised(format) ? 96 : 48, block_size, num_blocks, random);
+  std::vector<int32_t> tokens, table;
+  for (int i = 0; i < num_tokens; ++i) tokens.push_back(int32_t(random.bits() % kVocabulary));
+  for (int i = 0; i < num_blocks; ++i) table.push_back(num_blocks - 1 - i);
+  Pool one(1), three(3);
+  // Beyond one chunk of rows; nothing of it may be seen by the passes that follow in the same blocks.
+  const std::vector<float> whole = run(kernels, one, tiny.model, tokens, table, 0, int(tokens.size()));
+  for (float value : whole) check(std::isfinite(value), name + ": a result is not finite");
+  std::vector<float> pieces;
+  for (int first = 0, next = 1; first < int(tokens.size()); first += next, next = next % 11 + 2) {
+    const int num_rows = std::min(next, int(tokens.size()) - first);
+    const std::vector<float> piece = run(kernels, first % 2 ? one : three, tiny.model, tokens, table, first, num_rows);
+    pieces.insert(pieces.end(), piece.begin(), piece.end());
+  }
+  check(whole.size() == pieces.size() && !std::memcmp(whole.data(), pieces.data(), sizeof(float) * whole.size()),
+        name + ": results depend on how a sequence is split into passes");
+}
+
+// Workers that sleep, and pools that end while theirs do.
+void test_pool() {
+  for (int round = 0; round < 20; ++round) {
+    Pool pool(1 + round % 4);
+    std::atomic<int> calls{0};
+    for (int i = 0; i < 50; ++i) {
+      if (i % 25 == 24) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      pool.run([&](int, Barrier& barrier) {
+        ++calls;
+        barrier.wait();
+        check(calls >= (i + 1) * pool.size(), "a thread passed the barrier before the others came");
+      });
+    }
+    check(calls == 50 * pool.size(), "some worker missed a pass");
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_pool();
+  for (const Kernels* kernels : supported_kernels()) {
+    Random random{1};
+    for (Format format : {F32, F16, BF16, Q8_0, Q4_0, Q4_1}) {
+      test_linear(*kernels, format, random);
+      for (bool extras : {false, true})
+        for (int block_size : {3, 16}) test_run(*kernels, format, extras, block_size, random);
+    }
+    std::printf("kernels %s: fine\n", kernels->name);
+  }
+  return 0;
+}

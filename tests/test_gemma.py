@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("gemma3-270m", max_model_len=1024, enable_prefix_caching=False)
+    return LLM("gemma3-270m", dtype="float32", max_model_len=1024, enable_prefix_caching=False)
 
 
 def test_a_fact_is_not_continued_sensibly(llm: LLM) -> None:
@@ -63,3 +64,15 @@ def test_a_draft_model_of_another_vocabulary_is_taken() -> None:
         "the draft model must have the target's vocabulary, but token id 0 is '<|endoftext|>' for the target and '<pad>' for the "
         "draft model; choose a draft model of the same family."
     )
+
+
+def test_a_k_quant_file_is_not_repacked_or_does_not_say_so() -> None:
+    llm = LLM("gemma3-270m", max_model_len=1024)
+    assert "Q8_0 (repacked from " in llm.describe()[0] and "exactness: bitwise" in llm.describe()[0]
+    prompt, sampled = "1, 2, 3, 4, 5,", SamplingParams(temperature=0.9, seed=5, max_tokens=24, logprobs=1)
+    plain = llm.generate(prompt, sampled)[0].outputs[0]
+    drafted = llm.generate(prompt, SamplingParams(temperature=0.9, seed=5, max_tokens=24, logprobs=1, speculative=NGRAM))[
+        0
+    ].outputs[0]
+    assert plain.text.startswith(" 6, 7, 8")
+    assert (drafted.token_ids, drafted.logprobs) == (plain.token_ids, plain.logprobs)

@@ -191,10 +191,10 @@ Setup = Callable[..., FakeTarget]
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
-    """Put a fake target into ``run_passes``; the read bandwidth is 2 GB/s."""
+    """Put a fake target into ``run_passes``; the read bandwidth is 2 GB/s at best, measured before and after."""
 
-    def setup(max_model_len: int = 4096) -> FakeTarget:
-        target = FakeTarget(linear, max_model_len=max_model_len)
+    def setup(max_model_len: int = 4096, cost: Cost = linear, bandwidths: tuple[float, float] = (1.9e9, 2e9)) -> FakeTarget:
+        target = FakeTarget(cost, max_model_len=max_model_len)
         llm = SimpleNamespace(
             target=target,
             kv=SimpleNamespace(num_blocks=1000, block_size=16),
@@ -202,9 +202,11 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
             describe=lambda: ["a fake", "no more"],
         )
 
+        speeds = iter(bandwidths)
+
         def measure(device: torch.device, *, num_bytes: int, threads: int) -> dict[str, Any]:
             assert threads == 2
-            return {"best": 2e9, "median": 1.5e9, "buffer_bytes": num_bytes, "repeats": 3}
+            return {"best": next(speeds), "median": 1.5e9, "buffer_bytes": num_bytes, "repeats": 3}
 
         monkeypatch.setattr(passes, "LLM", lambda model, **options: llm)
         monkeypatch.setattr(passes, "measure_read_bandwidth", measure)
@@ -280,6 +282,19 @@ def test_the_table_answers_whether_drafted_rows_are_free(faked: Setup) -> None:
         "prefill:    983 tok/s for 512 tokens\n"
         "batch 8:    469 tok/s in all at context 64, 4.72 times one sequence",
     ]
+
+
+def test_an_undisturbed_measurement_is_called_disturbed(faked: Setup) -> None:
+    assert run(faked(), rows=(1, 5), repeats=6)["disturbances"] == []
+
+
+def test_a_measurement_under_other_load_passes_for_a_good_one(faked: Setup) -> None:
+    slow = faked(cost=lambda batch, index: linear(batch) * (1.5 if index % 2 else 1.0), bandwidths=(2e9, 1e9))
+    result = run(slow, rows=(1, 2), contexts=(64,), repeats=8)
+    spread, drift = result["disturbances"]
+    assert "passes of 1 row at context 64" in spread
+    assert drift == "Memory was read at 2.0 GB/s before and 1.0 GB/s after the passes."
+    assert result["bandwidth"]["best"] == 2e9 and drift in format_table(result)
 
 
 @pytest.mark.parametrize(

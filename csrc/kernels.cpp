@@ -127,13 +127,24 @@ inline float sum(V a) {
 }
 #endif
 
-inline float largest(V a) {
-  float lane[16];
-  store(lane, a);
-  for (int width = 8; width; width >>= 1)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+#if defined(__AVX2__)
+inline float largest(V v) {
+#if defined(__AVX512F__)
+  __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(v.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v.v), 1)));
+#else
+  __m256 eight = _mm256_max_ps(v.a, v.b);
+#endif
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+#else
+inline float largest(V a) {
+  for (int width = 8; width; width >>= 1)
+    for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+  return a.v[0];
+}
+#endif
 
 // e^x: x = n ln 2 + r, |r| <= ln 2 / 2, e^r by its series up to r^7; relative error below 2e-7.  Arguments are clamped to where
 // the result is a normal float; NaN stays NaN.
@@ -769,15 +780,11 @@ struct Worker {
   // Norms of heads, rotation, and writing keys and values to the cache.
   void place_heads(const Layer& layer) {
     const int dim = model.head_dim, half = dim / 2, stride = (model.heads + 2 * model.kv_heads) * dim;
-    float cosine[128], sine[128];
     for (int row = mine.begin; row < mine.end; ++row) {
       float* heads = pass.qkv + size_t(row) * stride;
       const int position = pass.positions[row];
-      for (int i = 0; i < half; ++i) {
-        const double angle = double(position) * layer.inverse_frequencies[i];
-        cosine[i] = float(cos(angle));
-        sine[i] = float(sin(angle));
-      }
+      const float* cosine = pass.rotations + (size_t(layer.rope) * pass.num_rows + row) * dim;
+      const float* sine = cosine + half;
       for (int h = 0; h < model.heads + model.kv_heads; ++h) {
         const float* norm = h < model.heads ? layer.q_norm : layer.k_norm;
         if (norm) rms_norm(heads + h * dim, norm, dim, model.eps, heads + h * dim);
@@ -884,7 +891,22 @@ struct Worker {
     });
   }
 
+  // Cosines, then sines, of every rope's angles at every row's position.
+  void rotate_positions() {
+    const int half = model.head_dim / 2;
+    for (int rope = 0; rope < model.num_ropes; ++rope)
+      for (int row = mine.begin; row < mine.end; ++row) {
+        float* rotation = pass.rotations + (size_t(rope) * pass.num_rows + row) * model.head_dim;
+        for (int i = 0; i < half; ++i) {
+          const double angle = double(pass.positions[row]) * model.inverse_frequencies[rope][i];
+          rotation[i] = float(cos(angle));
+          rotation[half + i] = float(sin(angle));
+        }
+      }
+  }
+
   void run() {
+    rotate_positions();
     for (int row = mine.begin; row < mine.end; ++row) embed_row(model.embed, pass.tokens[row], model.embedding_scale, x(row));
     for (int i = 0; i < model.num_layers; ++i) {
       const Layer& layer = model.layers[i];

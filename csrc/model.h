@@ -45,8 +45,8 @@ struct Layer {
   Matrix qkv, o, gate_up, down;
   const float *attn_norm, *mlp_norm;
   const float *qkv_bias, *q_norm, *k_norm, *post_attn_norm, *post_mlp_norm;  // null where a family has none
-  const double* inverse_frequencies;                                          // [head_dim / 2]
-  int window;                                                                 // 0: the whole context
+  int rope;    // which of the model's inverse frequencies
+  int window;  // 0: the whole context
   // Float or half.  values: [blocks][kv_heads][block_size][head_dim]; keys the same, but where block_size is a multiple of 16,
   // every 16 of a block lie as [head_dim][16].
   uint8_t *keys, *values;
@@ -59,6 +59,8 @@ struct Model {
   Matrix embed, head;
   const float* norm;
   const Layer* layers;
+  int num_ropes;
+  const double* const* inverse_frequencies;  // [num_ropes][head_dim / 2]
 };
 
 // Input rows of a matrix product: floats, and for quantised matrices also int8 blocks of 32 with their scale and sums.
@@ -88,6 +90,7 @@ struct Pass {
   float* tapped;                      // [num_rows][num_taps][hidden]
   // scratch
   float *x, *qkv, *y;
+  float* rotations;        // [num_ropes][num_rows][head_dim]
   Activations in, mid;  // in: up to max(hidden, heads * head_dim) columns; mid: intermediate columns
   float* scores;        // [threads][kMaxAttentionQueries][score_stride]
   size_t score_stride;

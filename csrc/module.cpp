@@ -253,10 +253,20 @@ class NativeModel {
                               pointer(k_norm),
                               pointer(post_attn_norm),
                               pointer(post_mlp_norm),
-                              frequencies.data(),
+                              rope_of(frequencies.data()),
                               window,
                               keys.data(),
                               values.data()};
+  }
+
+  // Layers with the same array of frequencies share their rotations.
+  int rope_of(const double* frequencies) {
+    const auto known = std::find(ropes_.begin(), ropes_.end(), frequencies);
+    const int rope = int(known - ropes_.begin());
+    if (known == ropes_.end()) ropes_.push_back(frequencies);
+    model_.num_ropes = int(ropes_.size());
+    model_.inverse_frequencies = ropes_.data();
+    return rope;
   }
 
   // Array lengths are the Python side's responsibility; logits [num_logits * vocabulary] and tapped [T * taps * hidden] are written.
@@ -281,6 +291,7 @@ class NativeModel {
     const size_t heads_width = size_t(model_.heads) * model_.head_dim, kv_width = size_t(model_.kv_heads) * model_.head_dim;
     pass.x = x_.of(rows * model_.hidden);
     pass.y = y_.of(rows * model_.hidden);
+    pass.rotations = rotations_.of(ropes_.size() * rows * model_.head_dim);
     pass.qkv = qkv_.of(rows * (heads_width + 2 * kv_width));
     pass.in = in_.of(std::max(rows, size_t(pass.num_logits)), std::max(heads_width, size_t(model_.hidden)));
     pass.mid = mid_.of(rows, size_t(model_.intermediate));
@@ -298,9 +309,10 @@ class NativeModel {
   const Kernels& kernels_;
   Pool pool_;
   std::vector<Layer> layers_;
+  std::vector<const double*> ropes_;
   Model model_{};
   std::mutex running_;
-  Buffer<float> x_, y_, qkv_, scores_;
+  Buffer<float> x_, y_, qkv_, rotations_, scores_;
   ActivationBuffers in_, mid_;
 };
 

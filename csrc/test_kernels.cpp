@@ -119,6 +119,7 @@ struct TinyModel {
   std::vector<std::vector<float>> vectors;
   std::vector<std::vector<uint8_t>> caches;
   std::vector<double> frequencies;
+  std::vector<const double*> ropes;
   std::vector<Layer> layers;
   Model model{};
 
@@ -152,14 +153,15 @@ struct TinyModel {
         layer.post_attn_norm = vector(kHidden, 1.0f);
         layer.post_mlp_norm = vector(kHidden, 1.0f);
       }
-      layer.inverse_frequencies = frequencies.data();
+      layer.rope = 0;
       layer.window = i == 0 ? 5 : 0;
       layer.keys = cache();
       layer.values = cache();
       layers.push_back(layer);
     }
+    ropes.push_back(frequencies.data());
     model = {kHidden, intermediate, kHeads, kKvHeads, kHeadDim, block_size, kNumLayers, 1e-5f, 0.25f, 2.0f, extras, half_cache,
-             matrix(kVocabulary, kHidden), matrix(kVocabulary, kHidden), vector(kHidden, 1.0f), layers.data()};
+             matrix(kVocabulary, kHidden), matrix(kVocabulary, kHidden), vector(kHidden, 1.0f), layers.data(), 1, ropes.data()};
   }
 };
 
@@ -172,7 +174,7 @@ std::vector<float> run(const Kernels& kernels, Pool& pool, const Model& model, c
   for (size_t i = 0; i < num_taps; ++i) taps[i] = int32_t(i);
   std::vector<int32_t> logit_rows(num_rows);
   for (int i = 0; i < num_rows; ++i) logit_rows[i] = i;
-  std::vector<float> x(num_rows * kHidden), y(x.size()), qkv(num_rows * stride);
+  std::vector<float> x(num_rows * kHidden), y(x.size()), qkv(num_rows * stride), rotations(num_rows * kHeadDim);
   std::vector<float> tapped(num_rows * num_taps * kHidden, NAN), logits(size_t(num_rows) * kVocabulary, NAN);
   Inputs in(num_rows, width), mid(num_rows, model.intermediate);
   Pass pass{};
@@ -189,6 +191,7 @@ std::vector<float> run(const Kernels& kernels, Pool& pool, const Model& model, c
   pass.x = x.data();
   pass.y = y.data();
   pass.qkv = qkv.data();
+  pass.rotations = rotations.data();
   pass.in = in.view();
   pass.mid = mid.view();
   pass.score_stride = size_t(first + num_rows + 15) / 16 * 16;

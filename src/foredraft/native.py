@@ -191,6 +191,11 @@ class NativeModel:
             num_vector_bytes += values.nbytes
             return values
 
+        # Layers that share an array share their rotations.
+        frequencies = {
+            rope: np.ascontiguousarray(rope.inverse_frequencies(architecture.head_dim), dtype=np.float64)
+            for rope in {kind.rope for kind in architecture.layers}
+        }
         for i, kind in enumerate(architecture.layers):
             prefix = f"layers.{i}."
             keys, values = self._cache(), self._cache()
@@ -198,9 +203,9 @@ class NativeModel:
                 name: vector(prefix + name) if prefix + name in weights else None
                 for name in ("attn_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "post_attn_norm", "post_mlp_norm")
             }
-            frequencies = np.ascontiguousarray(kind.rope.inverse_frequencies(architecture.head_dim), dtype=np.float64)
             stacks = {name: packer.matrix(prefix + name) for name in ("qkv", "o", "gate_up", "down")}
-            self._model.set_layer(i, **stacks, **arrays, frequencies=frequencies, window=kind.window or 0, keys=keys, values=values)
+            place = {"frequencies": frequencies[kind.rope], "window": kind.window or 0, "keys": keys, "values": values}
+            self._model.set_layer(i, **stacks, **arrays, **place)
             self._kept += [*stacks.values(), *arrays.values(), frequencies, keys, values]
         embed = packer.matrix("embed")
         head = embed if architecture.tie_embeddings else packer.matrix("lm_head")

@@ -22,6 +22,8 @@ from foredraft.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src/foredraft")
 BENCH = Path("docs/data/bench_smollm2-135m_cpu.json")
+PASSES = Path("docs/data/passes_smollm2-135m_cpu.json")
+COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
 HELP_WIDTH = 100
 SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
 
@@ -76,11 +78,16 @@ def render(text: str, sections: Sections, page: str) -> str:
 
 def all_sections(root: Path) -> Sections:
     """What each section holds, made when it is asked for."""
-    bench = json.loads((root / BENCH).read_text(encoding="utf-8"))
+    bench, passes = (json.loads((root / path).read_text(encoding="utf-8")) for path in (BENCH, PASSES))
+    comparisons = [json.loads((root / path).read_text(encoding="utf-8")) for path in COMPARISONS]
     return {
         "bench-table": lambda: bench_table(bench),
         "bench-machine": lambda: bench_machine(bench),
         "bench-phases": lambda: bench_phases(bench),
+        "passes-table": lambda: passes_table(passes),
+        "passes-machine": lambda: passes_machine(passes),
+        "comparison-table": lambda: comparison_table(comparisons),
+        "comparison-machine": lambda: comparison_machine(comparisons),
         "modules": lambda: module_table(root / PACKAGE),
         "errors": lambda: error_tree(root / PACKAGE),
         **{f"help-{name}": lambda name=name: help_text(name) for name in commands()},
@@ -135,6 +142,58 @@ def bench_phases(bench: Mapping[str, Any]) -> str:
         name = "plain" if cell["method"] == "none" else cell["method"]
         rows.append([name, *(f"{cell['ms_per_step'][phase]:.3f}" for phase in phases)])
     return table(rows)
+
+
+def passes_table(result: Mapping[str, Any]) -> str:
+    """A row per number of rows: milliseconds of a pass and how many passes of one row that is, for each context; then the floor."""
+    contexts = list(result["passes"])
+    rows = [["rows", *(title for context in contexts for title in (f"ms at context {context}", "of 1 row"))]]
+    for count in result["passes"][contexts[0]]:
+        figures = ((result["passes"][context].get(count), result["ratios"][context].get(count)) for context in contexts)
+        rows.append([count, *("" if value is None else f"{value:.2f}" for pair in figures for value in pair)])
+    floors = ((result["floor"][context], result["passes"][context]["1"]) for context in contexts)
+    rows.append(["memory floor", *(text for floor, one in floors for text in (f"{floor:.2f}", f"{floor / one:.2f}"))])
+    return table(rows)
+
+
+def passes_machine(result: Mapping[str, Any]) -> str:
+    """One sentence: model, machine, bandwidth, and what a prompt, a batch and further rows cost."""
+    machine, model, bandwidth = (result[name] for name in ("machine", "model", "bandwidth"))
+    low, high = result["compute"]["rows"]
+    slopes = " and ".join(f"{ms:.2f} ms at context {context}" for context, ms in result["compute"]["ms_per_row"].items())
+    return (
+        f"{model['name']} ({model['quantization']}, exactness: {result['exactness']}) on {machine['cores']} cores of an "
+        f"{machine['cpu']}, {result['threads']} threads: {model['bytes_per_pass'] / 1e6:.0f} MB are read at "
+        f"{bandwidth['best'] / 1e9:.1f} GB/s at best; from {low} to {high} rows each further row takes {slopes}; a prompt of "
+        f"{result['prefill']['num_tokens']} tokens is read at {result['prefill']['tokens_per_s']:,.0f} tokens/s, and a batch of "
+        f"{result['batch']['num_seqs']} makes {result['batch']['tokens_per_s']:,.0f} tokens/s in all."
+    )
+
+
+def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """A row per format and measure: both medians, and how many times as fast foredraft is."""
+    rows = [["format", "measure", "unit", "foredraft", "llama.cpp", "times as fast"]]
+    for result in results:
+        for line in result["measures"]:
+            sides = (f"{line[side]['median']:,.1f}" for side in ("foredraft", "llama_cpp"))
+            rows.append([result["model"]["quantization"], line["title"], line["unit"], *sides, f"{line['times_as_fast']:.2f}"])
+        copy = result["copy"]
+        figures = (f"{copy['ngram']['median']:,.1f}", "", "")
+        rows.append([result["model"]["quantization"], "copying a text, ngram K = 4", "tok/s", *figures])
+    return table(rows, num_left=3)
+
+
+def comparison_machine(results: Sequence[Mapping[str, Any]]) -> str:
+    """Sentences: machine, version of llama.cpp, and what drafting adds to plain decoding of the same text."""
+    first = results[0]
+    machine = first["machine"]
+    gains = ", ".join(f"{result['copy']['speedup']['median']:.2f} ({result['model']['quantization']})" for result in results)
+    same = "the same tokens" if all(result["copy"]["identical"] for result in results) else "not always the same tokens"
+    return (
+        f"Medians of {first['rounds']} rounds in turn on {machine['cores']} cores of an {machine['cpu']}, "
+        f"{first['threads']} threads; llama.cpp is {first['peer_version']}. Copying a text with ngram drafts is {gains} times "
+        f"as fast as foredraft's own plain decoding of it, with {same}."
+    )
 
 
 # ------------------------------------------------------------------------------------------------ from the code

@@ -163,9 +163,7 @@ def run_passes(options: PassOptions, report: Callable[[str], None], clock: Clock
     Returns plain data for JSON; contexts and rows are text where they are keys, and what does not fit the model is left out::
 
         version, options      of foredraft, as text; the PassOptions as a mapping
-        machine               as in run_bench
-        bandwidth             as in run_bench, over a buffer as large as what a pass of one row reads; measured before and after the
-                              passes, the better one
+        machine, bandwidth    as in run_bench; bandwidth over as many bytes as a pass reads, the better of one before and one after
         disturbances          sentences on what says that other work disturbed the measurement; empty when nothing does
         model                 name, quantization, device, weight_bytes, bytes_per_pass, parameters (of the matrices of a pass)
         exactness, precision, threads       of the target
@@ -188,9 +186,8 @@ def run_passes(options: PassOptions, report: Callable[[str], None], clock: Clock
     machine, target = describe_machine(), llm.target
     timer = PassTimer(target, llm.kv.num_blocks, llm.kv.block_size, clock)
     grid = _grid(timer, options)
-    report("measuring read bandwidth")
-    model = _describe_model(llm, options)
-    num_bytes, device = model["bytes_per_pass"], resolve_device(options.device)
+    model, device = _describe_model(llm, options), resolve_device(options.device)
+    num_bytes = model["bytes_per_pass"]
     before = measure_read_bandwidth(device, num_bytes=num_bytes, threads=target.threads)
     report(f"timing passes, {options.repeats} times")
     seconds = timer.time(_kinds(timer, grid), options.repeats, {prompt(PROMPT_TOKENS): PROMPT_EVERY})

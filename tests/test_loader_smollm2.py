@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -75,3 +79,33 @@ def test_samples_survive_and_stream(checkpoint: Checkpoint, text: str) -> None:
 def test_any_text_of_known_bytes_survives(checkpoint: Checkpoint, text: str) -> None:
     tokenizer = checkpoint.tokenizer
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+MEASURE_LOADING = """
+import sys, torch
+from pathlib import Path
+from foredraft.loader import load_checkpoint
+from foredraft.target import ModelTarget
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+checkpoint = load_checkpoint("smollm2-135m")
+checkpoint.release()
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = status("VmRSS")
+target = ModelTarget(
+    checkpoint.architecture, checkpoint.weights, device="cpu", ops="native", dtype=sys.argv[1], threads=1,
+    num_blocks=1, block_size=16, max_model_len=16, release=checkpoint.release,
+)
+print((status("VmHWM") - before) / target.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_loading_takes_much_more_memory_than_running(dtype: str) -> None:
+    """Resident memory, pages of the mapped file included."""
+    run = subprocess.run([sys.executable, "-c", MEASURE_LOADING, dtype], capture_output=True, text=True, timeout=120, check=True)
+    assert 0.9 < float(run.stdout) <= 1.3, run.stdout

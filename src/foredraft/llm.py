@@ -130,7 +130,7 @@ class LLM:
 
     def _build_target(self, checkpoint: Checkpoint, max_model_len: int, num_blocks: int) -> ModelTarget:
         config = self.config
-        target = ModelTarget(
+        return ModelTarget(
             checkpoint.architecture,
             checkpoint.weights,
             device=config.device,
@@ -140,9 +140,8 @@ class LLM:
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=max_model_len,
+            release=checkpoint.release,
         )
-        checkpoint.release()
-        return target
 
     def _drafter_context(self) -> DrafterContext:
         stream, with_probs = draws_for(self.speculative_config.rejection_sample_method)

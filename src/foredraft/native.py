@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,8 +87,8 @@ def num_default_threads() -> int:
 class _Packer:
     """Fills one aligned arena with packed matrices, in the order in which a pass reads them."""
 
-    def __init__(self, extension: Any, weights: Weights, dtype: str, names: Sequence[str]) -> None:
-        self._extension, self._weights, self._dtype = extension, weights, dtype
+    def __init__(self, extension: Any, weights: Weights, dtype: str, names: Sequence[str], release: Callable[[], None]) -> None:
+        self._extension, self._weights, self._dtype, self._release = extension, weights, dtype, release
         self.num_bytes = sum(self._size(name) for name in names)
         self._arena = np.zeros(self.num_bytes + ALIGNMENT, np.uint8)
         self._at = -self._arena.ctypes.data % ALIGNMENT
@@ -109,6 +109,7 @@ class _Packer:
             for start in range(0, weight.shape[0], step):
                 blocks = weight.read_blocks(start, min(start + step, weight.shape[0]))
                 self._extension.pack_blocks(packed, FORMATS[kind], start, blocks, weight.shape[1])
+                self._release()
         else:
             for start, rows in read_chunks(name, weight):
                 self._extension.pack_floats(packed, FORMATS[kind], start, rows)
@@ -125,7 +126,8 @@ class _Packer:
 class NativeModel:
     """A network, its weights packed for the native kernels, and its cache.
 
-    ``instruction_set`` None takes the best that this machine has.
+    ``instruction_set`` None takes the best that this machine has.  ``release`` is called whenever rows were packed: it may give
+    back what reading them took, so that loading needs little more memory than running.
 
     Raises:
         ModelFileError: a tensor is missing, unexpected, or of the wrong shape.
@@ -145,6 +147,7 @@ class NativeModel:
         num_blocks: int,
         block_size: int,
         instruction_set: str | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         check_weights(architecture, weights)
         extension = _extension()
@@ -177,12 +180,13 @@ class NativeModel:
         self.kv_bytes = architecture.kv_bytes_per_token(2 if self.half_cache else 4) * num_blocks * block_size
         # Everything that the extension holds pointers into.
         self._kept: list[Any] = []
-        self.weight_bytes = self._load(extension, weights)
+        self.weight_bytes = self._load(extension, weights, release)
 
-    def _load(self, extension: Any, weights: Weights) -> int:
+    def _load(self, extension: Any, weights: Weights, release: Callable[[], None]) -> int:
         architecture = self.architecture
         matrices = [name for name, shape in architecture.weight_shapes().items() if len(shape) == 2]
-        packer = _Packer(extension, weights, self.dtype, sorted(matrices, key=lambda name: name in ("embed", "lm_head")))
+        in_order = sorted(matrices, key=lambda name: name in ("embed", "lm_head"))
+        packer = _Packer(extension, weights, self.dtype, in_order, release)
         num_vector_bytes = 0
 
         def vector(name: str) -> npt.NDArray[np.float32]:

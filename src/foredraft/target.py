@@ -6,7 +6,7 @@ sampled from the logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -130,6 +130,7 @@ class ModelTarget:
     ``ops``: ``native`` kernels keep the weights in the file's format and are exact to the bit; ``torch`` is the reference.
     ``threads`` are the native kernels' own, or torch's for the whole process; None takes all processors, or leaves torch's.
     ``num_blocks`` blocks of ``block_size`` tokens are the cache; ``max_model_len`` is the longest sequence in tokens.
+    ``release`` gives back the memory of what was read from the model's file; it is called while weights are loaded, and after.
 
     Raises:
         ConfigError: the device, dtype or ops cannot be had, or ``max_model_len`` is more than the model was made for.
@@ -149,6 +150,7 @@ class ModelTarget:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         if not 1 <= max_model_len <= architecture.max_position_embeddings:
             raise ConfigError(
@@ -160,13 +162,14 @@ class ModelTarget:
         self.runner: Runner
         if resolve_ops(ops, architecture, on) == "native":
             self.runner = NativeModel(
-                architecture, weights, dtype=dtype, threads=threads, num_blocks=num_blocks, block_size=block_size
+                architecture, weights, dtype=dtype, threads=threads, num_blocks=num_blocks, block_size=block_size, release=release
             )
         else:
             precision = resolve_dtype(dtype, on)
             self.runner = TorchModel(
                 architecture, weights, device=on, dtype=precision, threads=threads, num_blocks=num_blocks, block_size=block_size
             )
+        release()
         self.architecture = architecture
         self.vocab_size, self.max_model_len = architecture.vocab_size, max_model_len
         self.exactness, self.precision = self.runner.exactness, self.runner.precision

@@ -104,7 +104,7 @@ print((status("VmHWM") - before) / target.weight_bytes)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_loading_takes_much_more_memory_than_running(dtype: str) -> None:
     """Resident memory, pages of the mapped file included."""
     run = subprocess.run([sys.executable, "-c", MEASURE_LOADING, dtype], capture_output=True, text=True, timeout=120, check=True)

@@ -113,6 +113,7 @@ class _Packer:
         else:
             for start, rows in read_chunks(name, weight):
                 self._extension.pack_floats(packed, FORMATS[kind], start, rows)
+                self._release()
         return self._extension.Matrix(packed, FORMATS[kind], *weight.shape)
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:

@@ -1,0 +1,250 @@
+"""Seconds of a step: of a target pass by its rows and context, of a draft, and of everything else.
+
+Owns: the estimates, the measurement that starts them, and how they follow what steps really take.  Does not know: what is
+worth its time.
+
+A pass is modelled as ``scale * (base(rows) + per_read * keys_read + per_score * keys_scored)``: ``base`` is a table over rows with
+straight lines between its nodes, ``keys_read`` counts cached tokens that a pass reads once, ``keys_scored`` those that its further
+rows are compared with.  ``scale`` follows a machine that gets slower or faster; the table's shape follows more slowly.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.types import Clock
+
+# Nodes in the order of their use: a slow model's measurement ends early, and must then have what matters most.
+CALIBRATION_ROWS = (1, 5, 2, 9, 3, 17, 4, 33, 7, 65, 6, 13, 8, 25, 49)
+SHORT_CONTEXT, LONG_CONTEXT = 32, 512
+SCALE_RATE, SHAPE_RATE, MAX_SURPRISE = 0.05, 0.03, 1.5
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What a pass has to do besides its drafts: ``num_rows`` known tokens, ``keys_read`` cached tokens in all of its sequences."""
+
+    num_rows: int
+    keys_read: int
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of passes: ``base`` by rows (ascending nodes), ``per_read`` and ``per_score`` for each cached key.
+
+    ``seconds(work, k)`` is a pass of ``work`` and ``k`` draft rows.  Raises AssertionError for an empty or falling table.
+    """
+
+    rows: tuple[int, ...]
+    base: tuple[float, ...]
+    per_read: float = 0.0
+    per_score: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == len(self.base) >= 1, (self.rows, self.base)
+        assert all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False)), self.rows
+        assert all(0.0 < a <= b for a, b in zip(self.base, self.base[1:], strict=False)), self.base
+
+    def at(self, num_rows: int) -> float:
+        """``base`` of any number of rows: straight between nodes, and beyond the last as the last piece goes on."""
+        return interpolate(self.rows, self.base, num_rows)
+
+    def seconds(self, work: PassWork, num_drafts: int = 0) -> float:
+        """Seconds of a pass that computes ``num_drafts`` draft rows beside ``work``."""
+        context = work.keys_read / max(1, work.num_rows)
+        return self.at(work.num_rows + num_drafts) + self.per_read * work.keys_read + self.per_score * context * num_drafts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"rows": list(self.rows), "base": list(self.base), "per_read": self.per_read, "per_score": self.per_score}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PassTimes:
+        """What ``to_dict`` gave."""
+        return cls(tuple(data["rows"]), tuple(data["base"]), float(data["per_read"]), float(data["per_score"]))
+
+
+def interpolate(nodes: Seq[int], values: Seq[float], x: int) -> float:
+    """Straight lines through (nodes, values); before the first node constant, beyond the last as between the last two."""
+    if x <= nodes[0] or len(nodes) == 1:
+        return values[0]
+    right = min(bisect_right(nodes, x), len(nodes) - 1)
+    low, high = nodes[right - 1], nodes[right]
+    share = (x - low) / (high - low)
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def calibrate(
+    run_pass: Callable[[int, int], None],
+    *,
+    max_rows: int,
+    max_context: int,
+    budget: float = 1.5,
+    clock: Clock = time.perf_counter,
+) -> PassTimes:
+    """Measure passes of one sequence for about ``budget`` seconds.
+
+    Args:
+        run_pass: computes so many rows after so many cached tokens, with logits for each.
+        max_rows, max_context: the most of them that a pass may have.
+        budget: seconds; at least passes of 1 and 5 rows are timed, whatever they take.
+    """
+    rows = [count for count in CALIBRATION_ROWS if count <= max_rows] or [1]
+    short = max(0, min(SHORT_CONTEXT, max_context - max(rows)))
+    long = max(0, min(LONG_CONTEXT, max_context - 9))
+    points = [(count, short) for count in rows[:2]] + [(1, long)]
+    points += [(count, short) for count in rows[2:4]] + [(min(9, max_rows), long)] + [(count, short) for count in rows[4:]]
+    times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    run_pass(1, short)  # wakes threads, fills caches
+    start = clock()
+    for num_round in range(1000):
+        for index, point in enumerate(points):
+            if clock() - start > budget and (num_round > 0 or index >= 2):
+                return _fit(times, short, long, max_rows)
+            before = clock()
+            run_pass(*point)
+            times[point].append(clock() - before)
+    return _fit(times, short, long, max_rows)
+
+
+def _fit(times: Mapping[tuple[int, int], list[float]], short: int, long: int, max_rows: int) -> PassTimes:
+    seconds = {point: statistics.median(some) for point, some in times.items() if some}
+    many = min(9, max_rows)
+    per_read = per_score = 0.0
+    if long > short and (1, long) in seconds:
+        per_read = max(0.0, seconds[1, long] - seconds[1, short]) / (long - short)
+    if long > short and many > 1 and (many, long) in seconds and (many, short) in seconds:
+        further = seconds[many, long] - seconds[many, short] - per_read * (long - short)
+        per_score = max(0.0, further) / ((many - 1) * (long - short))
+    nodes = sorted({rows for rows, context in seconds if context == short})
+    base = [seconds[rows, short] - short * (per_read + per_score * (rows - 1)) for rows in nodes]
+    return PassTimes(tuple(nodes), rising([max(value, 1e-9) for value in base]), per_read, per_score)
+
+
+def rising(values: Seq[float]) -> tuple[float, ...]:
+    """The nearest sequence that never falls (pool adjacent violators): more rows never take less time, but noise says so."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            previous, count = pools.pop()
+            mean, size = (mean * size + previous * count) / (size + count), size + count
+        pools.append((mean, size))
+    return tuple(mean for mean, size in pools for _ in range(size))
+
+
+class PassCost:
+    """PassTimes that follow the passes that really ran."""
+
+    def __init__(self, times: PassTimes) -> None:
+        self._rows = list(times.rows)
+        self._base = list(times.base)
+        self._per_read, self._per_score = times.per_read, times.per_score
+        self._log_scale = 0.0
+
+    @property
+    def times(self) -> PassTimes:
+        """The present estimate."""
+        scale = math.exp(self._log_scale)
+        base = rising([scale * value for value in self._base])
+        return PassTimes(tuple(self._rows), base, scale * self._per_read, scale * self._per_score)
+
+    def seconds(self, work: PassWork, num_drafts: int = 0) -> float:
+        """See PassTimes.seconds."""
+        return math.exp(self._log_scale) * self._unscaled(work, num_drafts)
+
+    def curve(self, work: PassWork, most: int) -> list[float]:
+        """Seconds of passes with 0, 1, ... ``most`` draft rows beside ``work``; never falling."""
+        scale = math.exp(self._log_scale)
+        start = work.num_rows
+        fixed = self._per_read * work.keys_read
+        slope = self._per_score * work.keys_read / max(1, start)
+        seconds, last = [], 0.0
+        for k in range(most + 1):
+            last = max(last, scale * (interpolate(self._rows, self._base, start + k) + fixed + slope * k))
+            seconds.append(last)
+        return seconds
+
+    def observe(self, work: PassWork, num_drafts: int, seconds: float) -> None:
+        """Learn what a pass took; a single outlier moves little."""
+        if seconds <= 0.0:
+            return
+        surprise = math.log(seconds / self._unscaled(work, num_drafts)) - self._log_scale
+        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        self._log_scale += SCALE_RATE * surprise
+        self._reshape(work.num_rows + num_drafts, 1.0 + SHAPE_RATE * max(-0.2, min(0.2, surprise)))
+
+    def _unscaled(self, work: PassWork, num_drafts: int) -> float:
+        base = interpolate(self._rows, self._base, work.num_rows + num_drafts)
+        score = self._per_score * work.keys_read / max(1, work.num_rows)
+        return base + self._per_read * work.keys_read + score * num_drafts
+
+    def _reshape(self, num_rows: int, factor: float) -> None:
+        """Move the nodes on both sides of ``num_rows``, each by its share."""
+        rows, base = self._rows, self._base
+        right = bisect_right(rows, num_rows)
+        if right == len(rows):
+            base[-1] *= factor
+        elif right == 0:
+            base[0] *= factor
+        else:
+            share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
+            base[right - 1] *= 1.0 + (factor - 1.0) * (1.0 - share)
+            base[right] *= 1.0 + (factor - 1.0) * share
+
+
+class Running:
+    """A mean that starts as the plain mean of what came and then forgets at ``rate``; before anything came it is ``first``."""
+
+    __slots__ = ("_count", "_rate", "mean")
+
+    def __init__(self, rate: float, first: float = 0.0, weight: float = 0.0) -> None:
+        self.mean = first
+        self._rate = rate
+        self._count = weight
+
+    def add(self, value: float) -> None:
+        """Take one more."""
+        self._count += 1.0
+        self.mean += max(self._rate, 1.0 / self._count) * (value - self.mean)
+
+
+class DraftCost:
+    """Seconds of one drafter's ``propose`` by depth and number of sequences, fitted to the calls that were made."""
+
+    def __init__(self) -> None:
+        self.per_sequence = Running(0.1)
+        self._seconds: dict[tuple[int, int], Running] = {}
+        self._nearest: dict[tuple[int, int], tuple[Running, float]] = {}
+
+    def seconds(self, num_seqs: int, depth: int) -> float:
+        """An estimate; before the first call 0, so that there is one."""
+        key = (num_seqs, depth)
+        known = self._nearest.get(key)
+        if known is None:
+            if not self._seconds:
+                return 0.0
+            known = self._nearest[key] = self._like(num_seqs, depth)
+        return known[0].mean * known[1]
+
+    def observe(self, num_seqs: int, depth: int, seconds: float) -> None:
+        """Learn what a call took.  One that is many times the usual counts as a few times as much: it was disturbed."""
+        known = self._seconds.get((num_seqs, depth))
+        if known is None:
+            known = self._seconds[num_seqs, depth] = Running(0.1)
+            self._nearest.clear()
+        known.add(min(seconds, 4.0 * known.mean) if known.mean > 0.0 else seconds)
+        self.per_sequence.add(seconds / num_seqs)
+
+    def _like(self, num_seqs: int, depth: int) -> tuple[Running, float]:
+        """The nearest call that was made, and the proportion: more sequences or tokens cost as much more, at most."""
+        nearest = min(self._seconds, key=lambda key: abs(math.log(key[0] / num_seqs)) + abs(math.log(key[1] / depth)))
+        share = (num_seqs / nearest[0]) * ((1 + depth) / (1 + nearest[1]))
+        return self._seconds[nearest], max(share, 0.25)

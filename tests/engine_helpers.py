@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from foredraft.controller import Controller
+from foredraft.cost import PassTimes
 from foredraft.drafters.context import draws_for
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter
-from foredraft.drafters.registry import NullDrafter
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.engine import Emission, Engine
 from foredraft.sampling import STREAM_TARGET, PositionNoise, distribution, token_logprobs
@@ -57,7 +58,8 @@ class Request:
     rules: TokenRules = field(default_factory=TokenRules)
     tenant: str = ""
 
-    def sequence(self, drafter: str = "none", num_speculative_tokens: int = 0, seq_id: int = 0) -> Sequence:
+    def sequence(self, drafter: str = "none", num_speculative_tokens: int = 0, seq_id: int = 0, adaptive: bool = False) -> Sequence:
+        """``drafter`` may name several, joined by a plus sign."""
         return Sequence(
             seq_id,
             list(self.prompt),
@@ -68,8 +70,9 @@ class Request:
             self.rules,
             LetterSink(self.params.stop),
             self.tenant,
-            drafter,
+            () if drafter == "none" else tuple(drafter.split("+")),
             num_speculative_tokens,
+            adaptive,
         )
 
     def but(self, **changes: object) -> Request:
@@ -109,16 +112,19 @@ class Lab:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 128,
         clock: Clock = time.perf_counter,
+        controller: Controller | None = None,
     ) -> None:
         self.target = target or TableTarget()
         self.kv = self.target.kv_cache(prefix_caching)
-        self.drafters: dict[str, Drafter] = {"none": NullDrafter(), **(drafters or {})}
+        self.drafters = dict(drafters or {})
+        self.controller = controller or Controller(PassTimes.unknown())
         self.emissions: list[Emission] = []
         self.engine = Engine(
             self.target,
             self.kv,
             self.drafters,
             RULES[rule] if isinstance(rule, str) else rule,
+            self.controller,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             clock=clock,

@@ -323,7 +323,7 @@ def test_a_divergence_is_reported_with_its_place_tokens_and_margin(scripted: Set
     assert result["overall"][1]["first_divergence"] == cell["first_divergence"]
     assert cell_of(result, "suffix")["identical"] and cell_of(result, "suffix")["first_divergence"] is None
     assert [(params.max_tokens, params.logprobs, params.speculative) for params in llm.explained] == [
-        (3, 2, {"method": "none", "num_speculative_tokens": 4})
+        (3, 2, {"method": "none", "num_speculative_tokens": 4, "adaptive": False})
     ]
     line = "ngram differs from plain in a/y at token 2: '<8>' instead of '<7>' (top-2 logit margin 0.125)"
     assert line in format_table(result).splitlines()

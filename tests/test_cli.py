@@ -240,7 +240,9 @@ def test_accepted_drafts_are_in_brackets_without_colour(run: Run) -> None:
 
 
 def test_marking_drafts_without_speculation_says_why_nothing_is_marked(run: Run) -> None:
-    _, out, err = run(FakeLLM([(b"", b"a")]), "generate", "m", "hello", "--show-drafts")
+    _, out, err = run(
+        FakeLLM([(b"", b"a")]), "generate", "m", "hello", "--show-drafts", "--speculative-config", '{"method": "none"}'
+    )
     assert out == "a\n"
     assert "speculation is off" in err
     assert "nothing drafted" in err

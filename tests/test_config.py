@@ -16,6 +16,7 @@ NAN, INF = float("nan"), float("inf")
 BAD_SPECULATIVE = [
     ("method", ["", None, 5, ["ngram"]]),
     ("model", [5, True, ["a"]]),
+    ("adaptive", [0, 1, None, "true"]),
     ("num_speculative_tokens", [-1, 65, True, False, 4.0, "4", None, NAN, 10**30]),
     ("rejection_sample_method", ["", "coupl", "Block", None, 5]),
     ("prompt_lookup_min", [0, -1, True, 2.0, "2", None]),
@@ -100,9 +101,9 @@ def test_rows_may_not_suffice_for_one_each() -> None:
         EngineConfig(max_num_seqs=11, max_num_batched_tokens=10)
 
 
-def test_none_is_not_plain_decoding() -> None:
+def test_no_configuration_is_not_the_default() -> None:
     assert SpeculativeConfig.parse(None) == SpeculativeConfig.parse("null") == SpeculativeConfig()
-    assert SpeculativeConfig().method == "none"
+    assert SpeculativeConfig().method == "auto" and SpeculativeConfig().adaptive
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.controller import FixedController, share
+from foredraft.controller import Controller, most_drafts, share
+from foredraft.cost import PassTimes, PassWork
 from foredraft.types import SamplingParams, Sequence
 
 wishes_lists = st.lists(st.integers(0, 64), max_size=8)
@@ -59,14 +60,16 @@ def test_share_of_a_known_case_changed(wishes: list[int], total: int, expected: 
 def test_draft_goes_past_the_last_token_that_may_be_emitted(
     max_tokens: int, num_output: int, max_model_len: int, expected: int
 ) -> None:
-    seq = make_sequence(4, num_output, max_tokens)
-    assert FixedController().plan([seq], max_model_len, 100) == [expected]
+    assert most_drafts(make_sequence(4, num_output, max_tokens), max_model_len) == expected
 
 
-def test_plan_exceeds_the_rows_left() -> None:
+def test_fixed_requests_get_more_rows_than_are_left() -> None:
     seqs = [make_sequence(4), make_sequence(0), make_sequence(64, max_tokens=3), make_sequence(2)]
-    controller = FixedController()
-    assert controller.plan(seqs, 1000, 100) == [4, 0, 2, 2]
-    assert controller.plan(seqs, 1000, 5) == [2, 0, 2, 1]
-    assert controller.plan(seqs, 1000, 0) == [0, 0, 0, 0]
-    assert controller.plan([], 1000, 0) == []
+    for index, seq in enumerate(seqs):
+        seq.seq_id, seq.drafters = index, ("any",)
+    limits = [most_drafts(seq, 1000) for seq in seqs]
+    assert limits == [4, 0, 2, 2]
+    for num_rows_left, expected in ((100, {0: 4, 2: 2, 3: 2}), (5, {0: 2, 2: 2, 3: 1}), (0, {})):
+        plan = Controller(PassTimes.unknown()).plan(seqs, limits, PassWork(4, 20), num_rows_left)
+        asked = {slot: num for ask in plan.asks() for slot, num in zip(ask.slots, ask.num_tokens, strict=True)}
+        assert asked == expected

@@ -10,20 +10,20 @@ from foredraft.config import SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.drafters.context import DrafterContext, DrafterFactory
 from foredraft.drafters.ngram import NgramDrafter
-from foredraft.drafters.registry import NullDrafter, available, create
+from foredraft.drafters.registry import available, create, members
 from foredraft.drafters.suffix import SuffixDrafter
-from foredraft.types import ConfigError, Draft, Drafter, SamplingParams, Sequence, Verdict
+from foredraft.types import ConfigError, Drafter
 
 CONTEXT = DrafterContext(vocab_size=8, max_model_len=64)
 
 
-class Own(NullDrafter):
+class Own(NgramDrafter):
     pass
 
 
 def own_factory(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    assert config.num_speculative_tokens == 4 and context is CONTEXT
-    return Own()
+    assert config.num_speculative_tokens == 8 and context is CONTEXT
+    return Own(1, 2)
 
 
 not_a_factory = 7
@@ -35,22 +35,22 @@ def install(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 
 def make(method: str, **extra: DrafterFactory) -> Drafter:
-    return create(SpeculativeConfig(method=method), CONTEXT, extra)
+    registry.check(SpeculativeConfig(method=method), extra)
+    return create(method, SpeculativeConfig(method=method), CONTEXT, extra)
 
 
 def test_each_name_gives_its_drafter() -> None:
-    assert isinstance(make("none"), NullDrafter)
     assert isinstance(make("ngram"), NgramDrafter)
     assert isinstance(make("suffix"), SuffixDrafter)
-    assert {"draft_model", "ngram", "none", "suffix"} <= set(available())
+    assert {"auto", "draft_model", "ngram", "none", "suffix"} <= set(available())
 
 
-def test_the_null_drafter_never_drafts() -> None:
-    drafter, seq = make("none"), Sequence(0, [1, 1, 1], 3, SamplingParams(), seed=0)
-    drafter.open(seq)
-    assert drafter.propose([seq, seq], [1, 2]) == [Draft(), Draft()]
-    drafter.observe(seq, Verdict((1,)), None)
-    drafter.close(seq)
+def test_a_method_asks_other_drafters_than_it_names() -> None:
+    extra = {"echo": own_factory}
+    assert members(SpeculativeConfig("none"), extra) == ()
+    assert members(SpeculativeConfig("suffix"), extra) == ("suffix",)
+    assert members(SpeculativeConfig("auto"), extra) == ("ngram", "suffix", "echo")
+    assert members(SpeculativeConfig("auto", model="small")) == ("ngram", "suffix", "draft_model")
 
 
 def test_an_own_factory_is_used() -> None:
@@ -65,13 +65,13 @@ def test_a_misspelt_name_gets_the_nearest_one() -> None:
         make("ecko", echo=own_factory)
 
 
-@pytest.mark.parametrize("name", ["auto", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_method_of_a_later_version_says_so(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}' is not in this version yet; choose one of: .*ngram, none, suffix"):
         make(name)
 
 
-@pytest.mark.parametrize("name", ["ngram", "none", "eagle"])
+@pytest.mark.parametrize("name", ["ngram", "none", "auto", "eagle"])
 def test_a_name_of_ours_cannot_be_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="foredraft's own"):
         make(name, **{name: own_factory})

@@ -23,8 +23,10 @@ from engine_helpers import (
     scripted,
     text_of,
 )
-from foredraft import drafters, kv_cache
+from foredraft import kv_cache
 from foredraft.config import SpeculativeConfig
+from foredraft.drafters import registry
+from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.sampling import Chance, token_logprobs
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
@@ -462,7 +464,9 @@ def test_t16_values_of_a_wrong_type_are_refused(options: dict[str, object], mess
 )
 def test_t16_speculation_that_cannot_be_honoured_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        drafters.registry.create(SpeculativeConfig.parse(options), drafters.context.DrafterContext(8, 128))
+        config = SpeculativeConfig.parse(options)
+        for name in registry.members(config):
+            registry.create(name, config, DrafterContext(8, 128))
 
 
 # ------------------------------------------------------------------------------------------------ negative controls

@@ -23,7 +23,7 @@ METHODS = ("ngram", "suffix", "draft_model")
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    config = {"method": "draft_model", "model": "smollm2-135m", "num_speculative_tokens": 3}
+    config = {"method": "draft_model", "model": "smollm2-135m", "num_speculative_tokens": 3, "adaptive": False}
     model = LLM("smollm2-135m", speculative_config=config, device="cpu", threads=2, max_model_len=768, kv_cache_memory=60_000_000)
     assert model.target.exactness == "bitwise"
     yield model
@@ -34,7 +34,7 @@ def cramped() -> Iterator[LLM]:
     """Odd blocks, one thread, short chunks, few blocks: preemption and eviction are the rule."""
     yield LLM(
         "smollm2-135m",
-        speculative_config={"method": "suffix", "num_speculative_tokens": 6},
+        speculative_config={"method": "suffix", "num_speculative_tokens": 6, "adaptive": False},
         device="cpu",
         threads=1,
         block_size=5,

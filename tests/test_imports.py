@@ -36,6 +36,7 @@ ORDER = (
     "native",
     "loader",
     "target",
+    "calibration",
     "drafters",
     "scheduler",
     "engine",

@@ -81,7 +81,7 @@ def test_chunked_prompts_change_tokens(llm: LLM, chats: list[list[int]]) -> None
 
 
 def test_a_draft_model_equal_to_the_target_is_not_always_right(chats: list[list[int]]) -> None:
-    config = {"method": "draft_model", "model": "smollm2-135m", "num_speculative_tokens": 3}
+    config = {"method": "draft_model", "model": "smollm2-135m", "num_speculative_tokens": 3, "adaptive": False}
     llm = LLM("smollm2-135m", speculative_config=config, max_model_len=512, device="cpu")
     for params in (GREEDY, SAMPLED):
         output = llm.generate([chats[0]], with_options(params, ignore_eos=True))[0]

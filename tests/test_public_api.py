@@ -78,9 +78,9 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "enable_prefix_caching": True,
     },
     SpeculativeConfig: {
-        "method": "none",
+        "method": "auto",
         "model": None,
-        "num_speculative_tokens": 4,
+        "num_speculative_tokens": 8,
         "rejection_sample_method": "coupled",
         "prompt_lookup_max": 5,
         "prompt_lookup_min": 2,
@@ -89,6 +89,7 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "suffix_decoding_max_spec_factor": 1.0,
         "suffix_decoding_min_token_prob": 0.1,
         "suffix_decoding_max_bytes": 64 * 2**20,
+        "adaptive": True,
     },
     CompletionOutput: {
         "index": REQUIRED,
@@ -122,6 +123,7 @@ METHODS = {
     "take": ["request"],
     "abort": ["request"],
     "describe": [],
+    "calibrate": [],
 }
 
 
@@ -161,7 +163,7 @@ def test_a_method_of_llm_comes_or_goes() -> None:
     methods = {name: method for name, method in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")}
     assert {name: list(inspect.signature(method).parameters)[1:] for name, method in methods.items()} == METHODS
     constructor = inspect.signature(LLM).parameters
-    assert list(constructor) == ["model", "speculative_config", "drafters", "progress", "options"]
+    assert list(constructor) == ["model", "speculative_config", "drafters", "progress", "trace", "options"]
     assert all(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for name, parameter in constructor.items() if name != "model")
 
 

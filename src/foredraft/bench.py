@@ -283,7 +283,11 @@ def _params(options: BenchOptions, method: str, repeat: int) -> SamplingParams:
         temperature=options.temperature,
         seed=options.seed + max(repeat, 0),
         max_tokens=options.max_tokens,
-        speculative={"method": method, "num_speculative_tokens": options.num_speculative_tokens},
+        speculative={
+            "method": method,
+            "num_speculative_tokens": options.num_speculative_tokens,
+            "adaptive": method == registry.AUTO,
+        },
     )
 
 

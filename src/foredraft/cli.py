@@ -124,9 +124,7 @@ Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the an
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
 Speculative = Annotated[
     str | None,
-    typer.Option(
-        "--speculative-config", metavar="JSON", help='As {"method": "ngram", "num_speculative_tokens": 4}; plain without.'
-    ),
+    typer.Option("--speculative-config", metavar="JSON", help='As {"method": "ngram"} or {"method": "none"}; auto without.'),
 ]
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="Mark the tokens that came from accepted drafts.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]

@@ -38,7 +38,10 @@ def _is_number(value: object, low: float, high: float) -> bool:
 class SpeculativeConfig:
     """How drafts are made and verified.  Names are vLLM's where vLLM has one.
 
-    ``num_speculative_tokens`` is K, at most; 0 decodes plainly.  ``model`` is the draft model of ``draft_model``.
+    ``method`` ``auto`` lets ngram, suffix and, where ``model`` names one, a draft model compete; ``none`` decodes plainly.
+    ``num_speculative_tokens`` is K; 0 decodes plainly.  With ``adaptive`` it is the most that is drafted, and as much of a draft
+    is verified as pays, often none; without, every draft is verified whole.
+    ``model`` is the draft model of ``draft_model``.
     ``rejection_sample_method``: ``coupled`` gives the same tokens as plain decoding with the same seed; ``rejection``
     (Leviathan et al., 2211.17192) and ``block`` (Sun et al., 2403.10444) give the same distribution.
     ``suffix_decoding_max_bytes`` limits the statistics that are shared between requests of one tenant or all.
@@ -47,9 +50,9 @@ class SpeculativeConfig:
         ConfigError: an unknown name, or a value out of its range.
     """
 
-    method: str = "none"
+    method: str = "auto"
     model: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 8
     rejection_sample_method: str = "coupled"
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
@@ -58,10 +61,12 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     suffix_decoding_max_bytes: int = 64 * 1024 * 1024
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         _require("method", self.method, isinstance(self.method, str) and bool(self.method), "the name of a drafter")
         _require("model", self.model, self.model is None or isinstance(self.model, str), "a model's name or path")
+        _require("adaptive", self.adaptive, isinstance(self.adaptive, bool), "true or false")
         k = self.num_speculative_tokens
         _require("num_speculative_tokens", k, _is_int(k, 0, MAX_SPECULATIVE_TOKENS), f"from 0 to {MAX_SPECULATIVE_TOKENS}")
         refuse_unknown("rejection_sample_method", str(self.rejection_sample_method), RULES)
@@ -80,7 +85,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, options: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
-        """From a config, a mapping, JSON text, or None for plain decoding."""
+        """From a config, a mapping, JSON text, or None for the default, ``auto``."""
         if isinstance(options, cls):
             return options
         if isinstance(options, str):
@@ -97,7 +102,7 @@ class SpeculativeConfig:
         return cls(**_known(cls, "speculative_config key", options))
 
     def override(self, options: Mapping[str, Any] | None) -> SpeculativeConfig:
-        """This config with a request's own keys: ``method`` and ``num_speculative_tokens``."""
+        """This config with a request's own keys: ``method``, ``num_speculative_tokens`` and ``adaptive``."""
         if options is None:
             return self
         if not isinstance(options, Mapping):
@@ -105,7 +110,7 @@ class SpeculativeConfig:
                 f'a request\'s speculative override must be an object, not {options!r}; write it like {{"method": "none"}}.'
             )
         for name in options:
-            refuse_unknown("key in a request's speculative override", name, ("method", "num_speculative_tokens"))
+            refuse_unknown("key in a request's speculative override", name, ("method", "num_speculative_tokens", "adaptive"))
         merged = {f.name: getattr(self, f.name) for f in fields(self)} | dict(options)
         return type(self)(**merged)
 

@@ -1,27 +1,35 @@
-"""How many tokens each request drafts in a step.
+"""Which drafter each request asks in a step, and how much of its draft the pass verifies.
 
-Owns: turning wishes and limits into one K per request.  Does not know: what a drafter is or what a draft costs; K is what the
-request asks for, as far as the step's limits allow.
+Owns: the online state: what drafts cost and bring, in all and per request, and the time that may go into finding out.  Does not
+know: what a drafter is; to it a drafter is a name with a cost and a record.
+
+A step goes: ``plan``, for each of ``StepPlan.asks()`` a proposal that is told by ``hear``, ``choose``, the pass, ``learn``.
+A request that is not adaptive gets its whole draft; the others get the rows that are worth their time (``planner.allot``).
+A drafter whose expected gain does not cover its cost is not asked, but for probes that take at most ``PROBE_SHARE`` of the time.
+A draft that is not verified, or only in part, is still compared with what comes: finding out costs no rows.
 """
 
 from __future__ import annotations
 
-from foredraft.types import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
 
+from foredraft.acceptance import Acceptance, Shift, classes_of
+from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running
+from foredraft.planner import allot, best_depth, net_tokens, survival
+from foredraft.types import Draft, Sequence
 
-class FixedController:
-    """K as configured: cut to what the sequence can still use, and shared fairly when the step's rows do not suffice."""
-
-    def plan(self, seqs: list[Sequence], max_model_len: int, num_rows_left: int) -> list[int]:
-        """Draft tokens for each sequence; their sum is at most ``num_rows_left``.
-
-        A pass emits one token more than it accepts, so the last token that a request may emit is never drafted for.
-        """
-        wishes = [
-            max(0, min(seq.num_speculative_tokens, seq.params.max_tokens - seq.num_output - 1, max_model_len - len(seq.tokens) - 1))
-            for seq in seqs
-        ]
-        return share(wishes, num_rows_left)
+PROBE_SHARE = 0.01
+# Time saved up for probes, so that a quiet hour does not end in a burst of them.
+MAX_CREDIT_SECONDS = 0.05
+# A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
+STEPS_BETWEEN_PLAIN = 200
+TURN_ON, STAY_ON = 1.2, 0.8
+GAIN_RATE, OVERALL_RATE, SPEED_RATE = 0.15, 0.03, 0.02
+# Before a drafter has a record, it is taken to bring this many tokens a draft, and believed for a few drafts.
+FIRST_GAIN, FIRST_WEIGHT = 0.5, 3.0
 
 
 def share(wishes: list[int], total: int) -> list[int]:
@@ -35,3 +43,348 @@ def share(wishes: list[int], total: int) -> list[int]:
                 granted[i] += 1
                 total -= 1
     return granted
+
+
+def most_drafts(seq: Sequence, max_model_len: int) -> int:
+    """Draft tokens that a sequence can still use: the last token that it may emit is never drafted for."""
+    return max(0, min(seq.num_speculative_tokens, seq.params.max_tokens - seq.num_output - 1, max_model_len - len(seq.tokens) - 1))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A call of one drafter: at most ``num_tokens[i]`` tokens for the sequence of slot ``slots[i]``."""
+
+    drafter: str
+    slots: list[int]
+    num_tokens: list[int]
+
+
+class _Track:
+    """One drafter's record in one request: its shift, its gains, and the rest of a draft whose outcome is still to come."""
+
+    __slots__ = ("classes", "gains", "is_on", "next", "shift", "tokens")
+
+    def __init__(self, gains: tuple[float, float]) -> None:
+        self.shift = Shift()
+        self.gains = [Running(GAIN_RATE, gain, FIRST_WEIGHT) for gain in gains]
+        self.is_on = True
+        self.tokens: tuple[int, ...] = ()
+        self.classes: list[int] = []
+        self.next = 0
+
+
+@dataclass
+class _Record:
+    """One drafter over all requests.
+
+    ``gains``: net tokens per draft where no earlier drafter had one that pays, and where one had.
+
+    ``credit``: seconds that probes may take now.
+    """
+
+    cost: DraftCost = field(default_factory=DraftCost)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    gains: tuple[Running, Running] = field(
+        default_factory=lambda: (Running(OVERALL_RATE, FIRST_GAIN, FIRST_WEIGHT), Running(OVERALL_RATE, FIRST_GAIN, FIRST_WEIGHT))
+    )
+    credit: float = 0.0
+
+    def track(self) -> _Track:
+        """For a new request: what is known of all is expected of it."""
+        return _Track((self.gains[0].mean, self.gains[1].mean))
+
+
+@dataclass
+class _Slot:
+    """A sequence that may draft in this step, the most that it can use, and the best draft that was heard for it."""
+
+    seq: Sequence
+    limit: int
+    drafter: str = ""
+    draft: Draft = field(default_factory=Draft)
+    reached: list[float] = field(default_factory=list)
+    net: float = 0.0
+    tracks: dict[str, _Track] = field(default_factory=dict)
+
+
+class Controller:
+    """Plans every step of an engine and learns from it.
+
+    Args:
+        times: what passes take, to begin with.
+        trace: called with each decision and everything it was made from, as plain data; see ``replay_decision``.
+    """
+
+    def __init__(self, times: PassTimes, trace: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self.cost = PassCost(times)
+        self._trace = trace
+        self._records: dict[str, _Record] = {}
+        self._tracks: dict[int, dict[str, _Track]] = {}
+        self.own_seconds = Running(SPEED_RATE)
+        self._probe_turn = 0
+        self._since_plain = 0
+        self._num_steps = 0
+        self._per_step, self._per_token = Running(SPEED_RATE), Running(SPEED_RATE)
+        self._emitted, self._plain_emitted = Running(SPEED_RATE, 1.0, 8.0), Running(SPEED_RATE, 1.0, 8.0)
+        self._last = (0, 0)
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second of late over what plain decoding would have given by the present estimates; at least 1."""
+        return max(1.0, self._emitted.mean / self._plain_emitted.mean) if self._plain_emitted.mean > 0.0 else 1.0
+
+    def close(self, seq: Sequence) -> None:
+        """Forget a request."""
+        self._tracks.pop(seq.seq_id, None)
+
+    def plan(self, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> StepPlan:
+        """Begin a step: a draft can continue ``seqs``, each by at most ``limits[i]`` tokens; ``work`` is all else in the pass."""
+        return StepPlan(self, [_Slot(seq, limit) for seq, limit in zip(seqs, limits, strict=True)], work, num_rows_left)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the controller knows, for metrics: per drafter its cost, acceptance by position and expected net gain."""
+        num_slots, num_drafts = self._last
+        drafters = {
+            name: {
+                "draft_ms": 1e3 * record.cost.seconds(1, 4),
+                "acceptance_per_position": record.acceptance.by_position(4),
+                "net_tokens_per_draft": record.gains[0].mean,
+            }
+            for name, record in self._records.items()
+        }
+        drafting = num_drafts > 0
+        return {
+            "speculating": drafting,
+            "reason": "drafts pay" if drafting else "no draft is expected to pay for its time",
+            "num_speculative_tokens": num_drafts / num_slots if num_slots else 0.0,
+            "speedup_estimate": self.speedup,
+            "drafters": drafters,
+        }
+
+    # -------------------------------------------------------------------------------------------- for StepPlan
+
+    def record(self, name: str) -> _Record:
+        """The record of a drafter."""
+        known = self._records.get(name)
+        if known is None:
+            known = self._records[name] = _Record()
+        return known
+
+    def tracks(self, seq: Sequence) -> dict[str, _Track]:
+        """The records of all drafters that a request may ask."""
+        known = self._tracks.get(seq.seq_id)
+        if known is None:
+            known = self._tracks[seq.seq_id] = {name: self.record(name).track() for name in seq.drafters}
+        return known
+
+    def prices(self, work: PassWork, num_slots: int) -> tuple[float, float]:
+        """(tokens per second that time is worth, what an accepted token is worth after its own handling)."""
+        price = self.speedup * num_slots / self._plain_seconds(work, num_slots)
+        return price, max(0.1, 1.0 - price * self._per_token.mean)
+
+    def may_rest(self, tracks: Mapping[str, _Track]) -> bool:
+        """Whether a request is to be left alone: no drafter of it is on, and no probe is due."""
+        return not any(track.is_on or self._records[name].credit > 0.0 for name, track in tracks.items())
+
+    def is_plain_due(self) -> bool:
+        """Whether the next pass should be without drafts."""
+        return self._since_plain >= STEPS_BETWEEN_PLAIN
+
+    def next_turn(self) -> int:
+        """A number that goes up with each call: whose turn it is to probe."""
+        self._probe_turn += 1
+        return self._probe_turn
+
+    def note(self, decision: Callable[[], Mapping[str, Any]]) -> None:
+        """Pass a decision on to the trace."""
+        if self._trace is not None:
+            self._trace({"step": self._num_steps, **decision()})
+
+    def account(self, plan: StepPlan, counts: Seq[int], num_emitted: int, milliseconds: Mapping[str, float]) -> None:
+        """Learn what a step took."""
+        num_slots, num_drafts, work = len(plan.slots), sum(counts), plan.work
+        self._num_steps += 1
+        self._last = (num_slots, num_drafts)
+        total = 1e-3 * sum(milliseconds.values())
+        for record in self._records.values():
+            record.credit = min(MAX_CREDIT_SECONDS, record.credit + PROBE_SHARE * total / len(self._records))
+        if plan.asked:
+            own = max(0.0, 1e-3 * milliseconds["draft"] - plan.asked_seconds)
+            self.own_seconds.add(own / len(plan.asked))
+            for name in plan.probed:
+                self._records[name].credit -= own / len(plan.asked)
+        if not num_slots or not num_emitted:
+            return
+        self._since_plain = self._since_plain + 1 if num_drafts else 0
+        self._per_token.add(1e-3 * milliseconds["verify"] / num_emitted)
+        self._per_step.add(1e-3 * (milliseconds["schedule"] + milliseconds["rest"]))
+        if work.num_rows == num_slots:  # a pass that also computes part of a prompt tells nothing about either
+            self.cost.observe(work, num_drafts, 1e-3 * milliseconds["pass"])
+            self._emitted.add(num_emitted)
+            self._plain_emitted.add(num_slots * total / self._plain_seconds(work, num_slots))
+
+    def _plain_seconds(self, work: PassWork, num_slots: int) -> float:
+        """A whole step without drafts."""
+        return self.cost.seconds(work) + num_slots * self._per_token.mean + self._per_step.mean
+
+
+class StepPlan:
+    """One step: whom to ask, what was heard, what is taken, and what came of it."""
+
+    def __init__(self, controller: Controller, slots: list[_Slot], work: PassWork, num_rows_left: int) -> None:
+        self.slots, self.work = slots, work
+        self._controller = controller
+        self._num_rows_left = num_rows_left
+        self.asked: list[str] = []
+        self.probed: list[str] = []
+        self.asked_seconds = 0.0
+        self._price, self._worth, self._row_price = 0.0, 1.0, 0.0
+
+    # -------------------------------------------------------------------------------------------- asking
+
+    def asks(self) -> Iterator[Ask]:
+        """The calls to make, each decided when those before it were heard: cheap drafters first."""
+        controller = self._controller
+        fixed, free = [], {}
+        for i, slot in enumerate(self.slots):
+            if slot.seq.drafters:
+                slot.tracks = controller.tracks(slot.seq)
+                if not slot.seq.adaptive:
+                    fixed.append(i)
+                elif slot.limit and not controller.may_rest(slot.tracks):
+                    free[i] = slot.tracks
+        wishes = dict(zip(fixed, share([self.slots[i].limit for i in fixed], self._num_rows_left), strict=True))
+        yield from self._fixed_asks({i: wish for i, wish in wishes.items() if wish})
+        if not free:
+            return
+        self._price, self._worth = controller.prices(self.work, len(self.slots))
+        here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
+        self._row_price = self._price * (controller.cost.seconds(here, 4) - controller.cost.seconds(here)) / 4
+        names = {name: controller.record(name) for tracks in free.values() for name in tracks}
+        for name in sorted(names, key=lambda name: names[name].cost.per_sequence.mean):
+            ask = self._free_ask(name, names[name], {i: tracks[name] for i, tracks in free.items() if name in tracks})
+            if ask is not None:
+                yield ask
+
+    def _fixed_asks(self, wishes: Mapping[int, int]) -> Iterator[Ask]:
+        for name in dict.fromkeys(name for i in wishes for name in self.slots[i].seq.drafters):
+            asked = [i for i in wishes if name in self.slots[i].seq.drafters]
+            yield Ask(name, asked, [wishes[i] for i in asked])
+
+    def _free_ask(self, name: str, record: _Record, candidates: Mapping[int, _Track]) -> Ask | None:
+        """Ask for those requests where this drafter's expected gain covers its cost, and probe for one other if credit allows."""
+        controller = self._controller
+        deepest = max(self.slots[i].limit for i in candidates)
+        seconds = record.cost.seconds(len(candidates), deepest) / len(candidates)
+        least = self._price * (seconds + controller.own_seconds.mean / len(candidates))
+        asked, idle = [], []
+        for i, track in candidates.items():
+            gain = track.gains[self.slots[i].net > 0.0].mean
+            track.is_on = gain > (STAY_ON if track.is_on else TURN_ON) * least and gain > 0.0
+            if track.is_on:
+                asked.append(i)
+            elif not track.tokens:
+                idle.append(i)
+        if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, deepest), MAX_CREDIT_SECONDS):
+            asked.append(idle[controller.next_turn() % len(idle)])
+            self.probed.append(name)
+        return Ask(name, asked, self._depths(record, asked, seconds)) if asked else None
+
+    def _depths(self, record: _Record, asked: list[int], seconds: float) -> list[int]:
+        """As deep as each can use; not so deep where drafting itself costs much and survival falls."""
+        limits = [self.slots[i].limit for i in asked]
+        if self._price * seconds < 0.02:
+            return limits
+        most = max(limits)
+        reached = survival(record.acceptance.by_position(most))
+        num = len(asked)
+        depth = best_depth(reached, lambda depth: record.cost.seconds(num, depth) / num, self._row_price, self._price)
+        return [min(limit, max(1, depth)) for limit in limits]
+
+    def hear(self, ask: Ask, drafts: list[Draft], seconds: float) -> None:
+        """Take the drafts of an ask, which took ``seconds``, and keep the best for each sequence."""
+        record = self._controller.record(ask.drafter)
+        record.cost.observe(len(ask.slots), max(ask.num_tokens), seconds)
+        self.asked.append(ask.drafter)
+        self.asked_seconds += seconds
+        if ask.drafter in self.probed:
+            record.credit -= seconds / len(ask.slots)
+        for i, draft in zip(ask.slots, drafts, strict=True):
+            slot = self.slots[i]
+            track = slot.tracks[ask.drafter]
+            # A drawn draft must not be cut or preferred for the tokens that were drawn: that would bias the rules that weigh them.
+            confidence = None if draft.probs is not None else draft.confidence
+            track.tokens, track.next = draft.tokens, 0
+            track.classes = classes_of(confidence, len(draft.tokens))
+            reached = record.acceptance.reach(track.classes, track.shift, 0.5 * self._row_price)
+            if not slot.seq.adaptive:
+                if not slot.drafter or sum(reached) > sum(slot.reached):
+                    slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
+                continue
+            net = net_tokens(reached, self._row_price, self._worth)
+            further = max(0.0, net - slot.net)
+            kind = slot.net > 0.0
+            track.gains[kind].add(further)
+            record.gains[kind].add(further)
+            if net > slot.net or not slot.drafter:
+                slot.drafter, slot.draft, slot.reached, slot.net = ask.drafter, draft, reached, net
+
+    # -------------------------------------------------------------------------------------------- choosing
+
+    def choose(self) -> list[tuple[str, int]]:
+        """Per sequence, whose draft is taken and how many tokens of it; ("", 0) for none."""
+        slots, controller = self.slots, self._controller
+        counts = [0 if slot.seq.adaptive else len(slot.draft.tokens) for slot in slots]
+        if any(slot.net > 0.0 for slot in slots) and not controller.is_plain_due():
+            survivals = [slot.reached if slot.seq.adaptive else [] for slot in slots]
+            forced = sum(counts)
+            most = min(self._num_rows_left - forced, sum(map(len, survivals)))
+            here = PassWork(self.work.num_rows + forced, self.work.keys_read)
+            seconds = controller.cost.curve(here, most)
+            free = allot(survivals, seconds, self._price, self._worth)
+            controller.note(lambda: self._decision(survivals, seconds, free))
+            counts = [count + more for count, more in zip(counts, free, strict=True)]
+        return [(slot.drafter, count) if count else ("", 0) for slot, count in zip(slots, counts, strict=True)]
+
+    def _decision(self, survivals: list[list[float]], seconds: list[float], counts: list[int]) -> dict[str, Any]:
+        return {
+            "sequences": [slot.seq.seq_id for slot in self.slots],
+            "lengths": [len(slot.seq.tokens) for slot in self.slots],
+            "drafters": [slot.drafter for slot in self.slots],
+            "rows": self.work.num_rows,
+            "keys_read": self.work.keys_read,
+            "price": self._price,
+            "worth": self._worth,
+            "seconds": seconds,
+            "survivals": survivals,
+            "num_tokens": counts,
+        }
+
+    # -------------------------------------------------------------------------------------------- learning
+
+    def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> None:
+        """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase."""
+        controller = self._controller
+        for slot, tokens in zip(self.slots, emitted, strict=True):
+            for name, track in slot.tracks.items():
+                if track.tokens:
+                    _compare(controller.record(name).acceptance, track, tokens)
+        controller.account(self, counts, sum(map(len, emitted)), milliseconds)
+
+
+def _compare(acceptance: Acceptance, track: _Track, emitted: Seq[int]) -> None:
+    """Count a draft's tokens against those that came; what is not known yet stays for the next step."""
+    tokens, position = track.tokens, track.next
+    for token in emitted:
+        came = tokens[position] == token
+        acceptance.learn(position, track.classes[position], came, track.shift)
+        position += 1
+        if not came or position == len(tokens):
+            track.tokens = ()
+            return
+    track.next = position
+
+
+def replay_decision(decision: Mapping[str, Any]) -> list[int]:
+    """The decision that a line of a trace leads to now; equal to its ``num_tokens`` as long as the planner is the same."""
+    return allot(decision["survivals"], decision["seconds"], decision["price"], decision["worth"])

@@ -24,6 +24,7 @@ from foredraft.types import Clock
 # Nodes in the order of their use: a slow model's measurement ends early, and must then have what matters most.
 CALIBRATION_ROWS = (1, 5, 2, 9, 3, 17, 4, 33, 7, 65, 6, 13, 8, 25, 49)
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
+MAX_ROUNDS = 15
 SCALE_RATE, SHAPE_RATE, MAX_SURPRISE = 0.05, 0.03, 1.5
 
 
@@ -66,6 +67,11 @@ class PassTimes:
         return {"rows": list(self.rows), "base": list(self.base), "per_read": self.per_read, "per_score": self.per_score}
 
     @classmethod
+    def unknown(cls) -> PassTimes:
+        """Before anything is measured: every pass takes a millisecond."""
+        return cls((1,), (1e-3,))
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PassTimes:
         """What ``to_dict`` gave."""
         return cls(tuple(data["rows"]), tuple(data["base"]), float(data["per_read"]), float(data["per_score"]))
@@ -104,7 +110,7 @@ def calibrate(
     times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     run_pass(1, short)  # wakes threads, fills caches
     start = clock()
-    for num_round in range(1000):
+    for num_round in range(MAX_ROUNDS):
         for index, point in enumerate(points):
             if clock() - start > budget and (num_round > 0 or index >= 2):
                 return _fit(times, short, long, max_rows)

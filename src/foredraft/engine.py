@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foredraft.controller import FixedController
+from foredraft.controller import Controller, StepPlan, most_drafts
+from foredraft.cost import PassWork
 from foredraft.kv_cache import KVCache
 from foredraft.metrics import EngineMetrics, Stopwatch
 from foredraft.sampling import distribution, noise_for, token_logprobs
@@ -36,6 +37,8 @@ from foredraft.verify import RowDistribution, Rule
 if TYPE_CHECKING:
     from torch import Tensor
 
+PLAIN = "none"
+
 
 @dataclass(frozen=True)
 class Emission:
@@ -50,20 +53,25 @@ class Emission:
 class _Work:
     """One sequence's part of a step: ``num_rows`` known tokens, then ``draft``; ``verdict`` is what was emitted.
 
-    ``judged`` is ``draft``, and behind it the drawn id beyond the vocabulary that ended it, if that is why it ended.
+    ``heard`` are the drafts that were proposed, by drafter; ``draft`` is what of one is verified.  ``judged`` is ``draft``, and
+    behind it the drawn id beyond the vocabulary that ended it, if that is why it ended.
     """
 
     seq: Sequence
     num_rows: int
     complete: bool
-    num_wanted: int = 0
+    heard: dict[str, Draft] = field(default_factory=dict)
+    drafter: str = PLAIN
     draft: Draft = field(default_factory=Draft)
     judged: Draft = field(default_factory=Draft)
     verdict: Verdict = field(default_factory=Verdict)
 
 
 class Engine:
-    """Continues sequences of token ids, many at a time, each with a draft from one of ``drafters``."""
+    """Continues sequences of token ids, many at a time, each with a draft from one of ``drafters``.
+
+    ``controller`` decides who drafts and how much of it is verified.
+    """
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class Engine:
         kv: KVCache,
         drafters: Mapping[str, Drafter],
         rule: Rule,
+        controller: Controller,
         *,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -82,7 +91,7 @@ class Engine:
         self._drafters = drafters
         self._rule = rule
         self._clock = clock
-        self._controller = FixedController()
+        self.controller = controller
         self._scheduler = Scheduler(
             kv,
             max_num_seqs=max_num_seqs,
@@ -122,7 +131,7 @@ class Engine:
         Raises:
             RequestError: it could never fit.
         """
-        assert seq.drafter in self._drafters, f"no drafter {seq.drafter!r} among {sorted(self._drafters)}"
+        assert set(seq.drafters) <= self._drafters.keys(), f"not all of {seq.drafters} are among {sorted(self._drafters)}"
         self.check(len(seq.tokens), seq.params.max_tokens)
         self._scheduler.add(seq)
 
@@ -136,9 +145,11 @@ class Engine:
     def step(self) -> list[Emission]:
         """Run one pass of the target over everything that is due, and return what was emitted."""
         watch = Stopwatch(self._clock)
-        work = self._plan(self._scheduler.schedule())  # 1 schedule, 2 plan K
+        schedule = self._scheduler.schedule()  # 1 schedule
+        work = _work_of(schedule)
         watch.lap("schedule")
-        self._draft(work)  # 3 draft
+        plan = self._plan(work, schedule.num_rows_left)  # 2 plan whom to ask, and how much to verify
+        self._draft(work, plan)  # 3 draft
         watch.lap("draft")
         output = self._pass(work)  # 4 target pass
         watch.lap("pass")
@@ -147,28 +158,32 @@ class Engine:
         emissions = self._commit(work, output)  # 6 commit
         self._observe(work, output)  # 7 observe
         watch.lap("rest")
-        self._account(work, watch)
+        self._account(work, plan, watch)
         return emissions
 
-    def _plan(self, schedule: Schedule) -> list[_Work]:
+    def _plan(self, work: list[_Work], num_rows_left: int) -> StepPlan:
         """Only a sequence whose known tokens are all computed in this pass can be continued by a draft."""
-        pairs = zip(schedule.seqs, schedule.num_rows, strict=True)
-        work = [_Work(seq, num_rows, complete=num_rows == seq.num_pending) for seq, num_rows in pairs]
+        ready = [item.seq for item in work if item.complete]
+        limits = [most_drafts(seq, self._target.max_model_len) for seq in ready]
+        load = PassWork(sum(item.num_rows for item in work), sum(item.seq.num_computed for item in work))
+        return self.controller.plan(ready, limits, load, num_rows_left)
+
+    def _draft(self, work: list[_Work], plan: StepPlan) -> None:
         ready = [item for item in work if item.complete]
-        wanted = self._controller.plan([item.seq for item in ready], self._target.max_model_len, schedule.num_rows_left)
-        for item, num_tokens in zip(ready, wanted, strict=True):
+        vocab_size = self._target.vocab_size
+        for ask in plan.asks():
+            start = self._clock()
+            proposed = self._drafters[ask.drafter].propose([ready[i].seq for i in ask.slots], ask.num_tokens)
+            seconds = self._clock() - start
+            drafts = [_sound(draft, num, vocab_size) for draft, num in zip(proposed, ask.num_tokens, strict=True)]
+            for i, draft in zip(ask.slots, drafts, strict=True):
+                ready[i].heard[ask.drafter] = draft
+            plan.hear(ask, drafts, seconds)
+        for item, (name, num_tokens) in zip(ready, plan.choose(), strict=True):
             # A draft never pushes another request out of the cache: without room there is none.
             if num_tokens and self._kv.reserve(item.seq.seq_id, len(item.seq.tokens) + num_tokens):
-                item.num_wanted = num_tokens
-        return work
-
-    def _draft(self, work: list[_Work]) -> None:
-        drafting = [item for item in work if item.num_wanted]
-        for name in dict.fromkeys(item.seq.drafter for item in drafting):
-            group = [item for item in drafting if item.seq.drafter == name]
-            drafts = self._drafters[name].propose([item.seq for item in group], [item.num_wanted for item in group])
-            for item, draft in zip(group, drafts, strict=True):
-                item.draft, item.judged = _usable(draft, item.num_wanted, self._target.vocab_size)
+                item.drafter, item.judged = name, _cut(item.heard[name], num_tokens)
+                item.draft = _cut(item.judged, num_tokens - (item.judged.tokens[-1] not in range(vocab_size)))
 
     def _pass(self, work: list[_Work]) -> PassOutput:
         batch = []
@@ -216,27 +231,28 @@ class Engine:
         taps = self._taps(work)
         for index, item in enumerate(work):
             seq, num_standing = item.seq, item.num_rows + item.verdict.num_accepted
-            if item.num_wanted:
+            if item.draft.tokens:
                 self._kv.truncate(seq.seq_id, seq.num_computed)
             self._kv.commit(seq.seq_id, seq.tokens[: seq.num_computed])
-            drafter = self._drafters[seq.drafter]
-            hidden = _select(output.hidden[index][:num_standing], taps, drafter.hidden_layers) if output.hidden else None
-            drafter.observe(seq, item.verdict, hidden)
+            for name in seq.drafters:
+                drafter = self._drafters[name]
+                hidden = _select(output.hidden[index][:num_standing], taps, drafter.hidden_layers) if output.hidden else None
+                drafter.observe(seq, _verdict_on(item, name), hidden)
             if seq.finish_reason is not None:
                 self._end(seq, seq.finish_reason)
 
     # -------------------------------------------------------------------------------------------- parts
 
     def _admit(self, seq: Sequence) -> None:
-        drafter = self._drafters[seq.drafter]
+        drafters = [self._drafters[name] for name in seq.drafters]
         # Rows from the prefix cache have neither logits nor hidden states.
-        reuse = seq.params.prompt_logprobs is None and not drafter.hidden_layers
+        reuse = seq.params.prompt_logprobs is None and not any(drafter.hidden_layers for drafter in drafters)
         seq.num_computed = seq.num_cached = self._kv.open(seq.seq_id, seq.tokens, seq.tenant, reuse=reuse)
-        drafter.open(seq)
+        for drafter in drafters:
+            drafter.open(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        self._kv.close(seq.seq_id)
-        self._drafters[seq.drafter].close(seq)
+        self._close(seq)
         seq.num_computed = 0
         seq.prompt_logprobs.clear()
         self.metrics.num_preemptions += 1
@@ -245,8 +261,13 @@ class Engine:
         seq.finish_reason = reason
         self.metrics.finished[reason] += 1
         if self._scheduler.remove(seq):
-            self._kv.close(seq.seq_id)
-            self._drafters[seq.drafter].close(seq)
+            self._close(seq)
+        self.controller.close(seq)
+
+    def _close(self, seq: Sequence) -> None:
+        self._kv.close(seq.seq_id)
+        for name in seq.drafters:
+            self._drafters[name].close(seq)
 
     def _meets_end(self, seq: Sequence, token: int) -> bool:
         """Decide whether ``token``, just appended, is the last; at one position a stop wins over a length."""
@@ -263,7 +284,8 @@ class Engine:
         return seq.finish_reason is not None
 
     def _taps(self, work: list[_Work]) -> tuple[int, ...]:
-        return tuple(sorted({layer for item in work for layer in self._drafters[item.seq.drafter].hidden_layers}))
+        names = {name for item in work for name in item.seq.drafters}
+        return tuple(sorted({layer for name in names for layer in self._drafters[name].hidden_layers}))
 
     def _note_prompt_logprobs(self, item: _Work, rows: Tensor) -> None:
         seq = item.seq
@@ -276,14 +298,16 @@ class Engine:
             token = seq.tokens[seq.num_computed + i + 1]
             seq.prompt_logprobs.append(token_logprobs(logits[i], token, seq.params.prompt_logprobs or 0))
 
-    def _account(self, work: list[_Work], watch: Stopwatch) -> None:
+    def _account(self, work: list[_Work], plan: StepPlan, watch: Stopwatch) -> None:
         if not work:
             return
         verified = [item for item in work if item.complete]
+        num_drafted = [len(item.draft.tokens) for item in verified]
+        plan.learn(num_drafted, [item.verdict.tokens for item in verified], watch.milliseconds)
         for item in verified:
             counts = len(item.draft.tokens), item.verdict.num_accepted, len(item.verdict.tokens)
             item.seq.stats.count(*counts)
-            self.metrics.count_pass(item.seq.drafter, *counts)
+            self.metrics.count_pass(item.drafter, *counts)
         for item in work:
             for phase, milliseconds in watch.milliseconds.items():
                 item.seq.stats.milliseconds[phase] += milliseconds
@@ -297,6 +321,21 @@ class Engine:
                 milliseconds=watch.milliseconds,
             )
         )
+
+
+def _work_of(schedule: Schedule) -> list[_Work]:
+    pairs = zip(schedule.seqs, schedule.num_rows, strict=True)
+    return [_Work(seq, num_rows, complete=num_rows == seq.num_pending) for seq, num_rows in pairs]
+
+
+def _verdict_on(item: _Work, name: str) -> Verdict:
+    """The verdict as it concerns one drafter: how many of the tokens that it proposed came."""
+    emitted, proposed = item.verdict.tokens, item.heard.get(name)
+    if proposed is None or not proposed.tokens:
+        return Verdict(emitted, 0)
+    pairs = zip(proposed.tokens, emitted, strict=False)
+    num_right = next((i for i, (token, came) in enumerate(pairs) if token != came), min(len(proposed.tokens), len(emitted)))
+    return Verdict(emitted, num_right)
 
 
 def _wants_prompt_logprobs(seq: Sequence) -> bool:
@@ -325,23 +364,24 @@ def _select(hidden: Tensor, taps: tuple[int, ...], layers: tuple[int, ...]) -> T
     return selected
 
 
-def _usable(draft: Draft, num_wanted: int, vocab_size: int) -> tuple[Draft, Draft]:
-    """What of a draft the pass computes, and what of it the rule judges.
+def _sound(draft: Draft, num_wanted: int, vocab_size: int) -> Draft:
+    """What of a draft a rule may judge.
 
     A drafter may say anything: what was asked for is kept, up to the first id that is no token of the target.  Of a drawn draft
-    that id is judged too.  The target never says it, so it is rejected; to drop it would make the draft's length depend on
-    the draw itself, and then the rules that weigh draft probabilities are biased.
+    that id is kept too.  The target never says it, so it is rejected, and no pass computes it; to drop it would make the
+    draft's length depend on the draw itself, and then the rules that weigh draft probabilities are biased.
     """
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
     tokens = draft.tokens[:num_wanted]
-    num_kept = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
-    usable = _cut(draft, num_kept)
-    return usable, usable if draft.probs is None else _cut(draft, min(num_kept + 1, len(tokens)))
+    num_known = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
+    return _cut(draft, min(num_known + (draft.probs is not None), len(tokens)))
 
 
 def _cut(draft: Draft, length: int) -> Draft:
-    return Draft(tuple(int(token) for token in draft.tokens[:length]), None if draft.probs is None else draft.probs[:length])
+    tokens = tuple(int(token) for token in draft.tokens[:length])
+    probs = None if draft.probs is None else draft.probs[:length]
+    return Draft(tokens, probs, confidence=None if draft.confidence is None else draft.confidence[:length])
 
 
 def _origins(num_drafted: int, verdict: Verdict) -> tuple[str, ...]:

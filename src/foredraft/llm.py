@@ -5,25 +5,32 @@ Owns: composition, the life of a request, and results.  Does not know: how a ste
 
 from __future__ import annotations
 
+import os
+import platform
 import random
 import secrets
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foredraft import __version__
+from foredraft.calibration import Identity, pass_times
 from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.controller import Controller
+from foredraft.cost import PassCost, PassTimes
 from foredraft.drafters import registry
 from foredraft.drafters.context import DrafterContext, DrafterFactory, DraftModel, draws_for
 from foredraft.engine import Emission, Engine
 from foredraft.kv_cache import KVCache
-from foredraft.loader import Checkpoint, Detokenizer, Progress, load_checkpoint
+from foredraft.loader import Checkpoint, Detokenizer, Progress, cache_dir, load_checkpoint
 from foredraft.memory import available_bytes, check_context_fits, default_kv_bytes, plan_kv_blocks
 from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foredraft.target import ModelTarget, kv_bytes_per_token
 from foredraft.types import (
     ConfigError,
+    Drafter,
     RequestError,
     SamplingParams,
     Sequence,
@@ -62,8 +69,9 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, a .gguf file, a hub id, or an alias such as ``smollm2-135m``.
-        speculative_config: a mapping or JSON as vLLM takes it, or a SpeculativeConfig; None decodes plainly.
-        drafters: your own drafters by name; ``speculative_config``'s ``method`` may name one.
+        speculative_config: a mapping or JSON as vLLM takes it, or a SpeculativeConfig; None is ``auto``.
+        drafters: your own drafters by name; ``speculative_config``'s ``method`` may name one, and ``auto`` asks them too.
+        trace: called with each of the controller's decisions, see ``foredraft.controller.replay_decision``.
         progress: called with (done_bytes, total_bytes) while a model is fetched.
         options: fields of EngineConfig: device, dtype, ops, seed, max_model_len, kv_cache_memory, threads, block_size,
             max_num_seqs, max_num_batched_tokens, enable_prefix_caching.
@@ -79,6 +87,7 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         drafters: Mapping[str, DrafterFactory] | None = None,
         progress: Progress | None = None,
+        trace: Callable[[Mapping[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_dict(options)
@@ -92,13 +101,18 @@ class LLM:
         self.target = self._build_target(self.checkpoint, self.max_model_len, num_blocks)
         self.kv = KVCache(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
         self._draft_checkpoint, self._num_blocks = draft, num_blocks
-        self._drafters = {"none": registry.create(SpeculativeConfig(), self._drafter_context(), {})}
-        self._ensure_drafter(self.speculative_config)
+        self._drafters: dict[str, Drafter] = {}
+        self._ensure_drafters(self.speculative_config)
+        self.controller = Controller(PassTimes.unknown(), trace)
+        self._is_calibrated = False
+        if self.speculative_config.adaptive and self._drafters:
+            self.calibrate()
         self.engine = Engine(
             self.target,
             self.kv,
             self._drafters,
             RULES[self.speculative_config.rejection_sample_method],
+            self.controller,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
@@ -163,18 +177,38 @@ class LLM:
         kv = KVCache(self._num_blocks, self.config.block_size, self.config.enable_prefix_caching)
         return DraftModel(target, kv, checkpoint.tokenizer.vocabulary())
 
-    def _ensure_drafter(self, config: SpeculativeConfig) -> None:
-        if config.method not in self._drafters:
-            self._drafters[config.method] = registry.create(config, self._drafter_context(), self._factories)
+    def _ensure_drafters(self, config: SpeculativeConfig) -> tuple[str, ...]:
+        """Names of the drafters that ``config`` may ask; those that are not there yet are made."""
+        names = registry.members(config, self._factories)
+        for name in names:
+            if name not in self._drafters:
+                self._drafters[name] = registry.create(name, config, self._drafter_context(), self._factories)
+        return names
+
+    def calibrate(self) -> PassTimes:
+        """What passes take here: measured at first, and since then learned from those that ran."""
+        if not self._is_calibrated:
+            self._is_calibrated = True
+            self.controller.cost = PassCost(self._pass_times())
+        return self.controller.cost.times
+
+    def _pass_times(self) -> PassTimes:
+        checkpoint, target = self.checkpoint, self.target
+        stat = checkpoint.path.stat()
+        machine = f"{platform.node()} {platform.processor()} {os.cpu_count()}"
+        parts = (__version__, machine, str(checkpoint.path), str(stat.st_mtime_ns), target.describe(), str(target.threads))
+        identity = Identity(cache_dir() / "passes", parts)
+        return pass_times(target, self.kv, identity, max_rows=self.config.max_num_batched_tokens)
 
     def describe(self) -> list[str]:
         """Lines for a start message: model, place, memory, exactness, and whether speculation is on."""
         config, checkpoint = self.speculative_config, self.checkpoint
+        names = registry.members(config, self._factories)
         speculation = "off (method none)"
-        if config.method != "none" and config.num_speculative_tokens:
-            speculation = (
-                f"{config.method}, up to {config.num_speculative_tokens} tokens, {config.rejection_sample_method} verification"
-            )
+        if names and config.num_speculative_tokens:
+            which = config.method if names == (config.method,) else f"{config.method} ({', '.join(names)})"
+            most = f"{'up to ' if config.adaptive else ''}{config.num_speculative_tokens} tokens"
+            speculation = f"{which}, {most}, {config.rejection_sample_method} verification"
         return [f"{checkpoint.name} ({checkpoint.quantization}): {self.target.describe()}", f"speculation: {speculation}"]
 
     # -------------------------------------------------------------------------------------------- asking
@@ -220,7 +254,9 @@ class LLM:
         text, token_ids = self._tokenize(prompt)
         config = self.speculative_config.override(params.speculative)
         self._check_request(token_ids, params)
-        self._ensure_drafter(config)
+        drafters = self._ensure_drafters(config)
+        if drafters and config.adaptive:
+            self.calibrate()
         seed = params.seed if params.seed is not None else self._draw_seed(63)
         rules = TokenRules(self.checkpoint.eos_ids, self._bad_words(params))
         texts = [self._detokenizer(token_ids, params) for _ in range(params.n)]
@@ -235,8 +271,9 @@ class LLM:
                 rules=rules,
                 sink=sink,
                 tenant=tenant,
-                drafter=config.method,
-                num_speculative_tokens=0 if config.method == "none" else config.num_speculative_tokens,
+                drafters=drafters if config.num_speculative_tokens else (),
+                num_speculative_tokens=config.num_speculative_tokens,
+                adaptive=config.adaptive,
             )
             for index, sink in enumerate(texts)
         ]

@@ -78,7 +78,8 @@ class Sequence:
     """One stream of tokens being continued.  Only the engine writes to it.
 
     ``num_computed`` tokens have their keys and values in the target's cache; a step computes the rest, plus a draft.
-    The token at index ``t`` of ``tokens`` is drawn with noise keyed by (seed, t, token, sample_index).
+    The token at index ``t`` of ``tokens`` is drawn with noise keyed by (seed, t, token, sample_index).  ``drafters`` may be
+    asked for drafts of at most ``num_speculative_tokens``; an ``adaptive`` sequence verifies as much of them as pays.
     """
 
     seq_id: int
@@ -90,8 +91,9 @@ class Sequence:
     rules: TokenRules = field(default_factory=TokenRules)
     sink: TextSink | None = None
     tenant: str = ""
-    drafter: str = "none"
+    drafters: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
+    adaptive: bool = False
     num_computed: int = 0
     num_cached: int = 0
     finish_reason: str | None = None
@@ -137,13 +139,15 @@ class Draft:
     """Proposed continuation of one sequence.
 
     ``probs``: what each token was drawn from; None means a deterministic draft.  ``parents``: None means a chain.
-    ``score``: expected number of accepted tokens, if the drafter knows.
+    ``score``: expected number of accepted tokens, if the drafter knows.  ``confidence``: per token, the drafter's own belief
+    that it is right given that those before it are; it need not be calibrated, but must not depend on how it turned out.
     """
 
     tokens: tuple[int, ...] = ()
     probs: tuple[Distribution, ...] | None = None
     parents: tuple[int, ...] | None = None
     score: float | None = None
+    confidence: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,8 @@ class Drafter(Protocol):
     """A source of drafts.  See examples/own_drafter.py for a complete one.
 
     A sequence is opened when it starts (and again after a preemption), and closed when it ends (or is preempted).
-    Between the two, ``propose`` and ``observe`` alternate; ``seq.tokens`` then holds committed tokens only.
+    Between the two, ``observe`` follows every pass, whether or not ``propose`` was called before it; ``seq.tokens`` then holds
+    committed tokens only.
     """
 
     hidden_layers: tuple[int, ...]
@@ -177,6 +182,9 @@ class Drafter(Protocol):
 
     def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
         """Learn the outcome; ``seq.tokens`` already holds ``verdict.tokens``.
+
+        ``verdict.num_accepted`` counts the tokens of this drafter's own last draft that came, whether they were verified, or
+        another drafter's were, or none; 0 when there was no draft.
 
         ``hidden``: [rows, len(hidden_layers) * hidden_size] states of the tokens that this pass computed and that
         stand, or None when ``hidden_layers`` is empty.

@@ -1,5 +1,7 @@
 """Drafters by name: those that come with the engine, those given by the caller, and those of installed packages.
 
+A method is a name of one, or ``none``, or ``auto`` for all that fit.
+
 Owns: the table of names and the order in which sources are asked.  Does not know: what a drafter does; its module is imported when
 its name is asked for.
 
@@ -11,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext, DrafterFactory
-from foredraft.types import ConfigError, Draft, Drafter, Sequence, Verdict, refuse_unknown
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from foredraft.types import ConfigError, Drafter, refuse_unknown
 
 ENTRY_POINT_GROUP = "foredraft.drafters"
-NOT_YET = ("auto", "eagle", "eagle3")
+NONE, AUTO = "none", "auto"
+MODEL_FREE = ("ngram", "suffix")
+NOT_YET = ("eagle", "eagle3")
 _MODULES = {
     "draft_model": "foredraft.drafters.draft_model",
     "ngram": "foredraft.drafters.ngram",
@@ -29,39 +29,32 @@ _MODULES = {
 }
 
 
-class NullDrafter:
-    """Never drafts: plain decoding."""
-
-    hidden_layers: tuple[int, ...] = ()
-
-    def open(self, seq: Sequence) -> None:
-        """Nothing to follow."""
-
-    def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
-        """One empty draft per sequence."""
-        return [Draft() for _ in seqs]
-
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
-        """Nothing to learn."""
-
-    def close(self, seq: Sequence) -> None:
-        """Nothing to forget."""
-
-
 def available(extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
-    """Names that ``create`` knows, sorted; nothing is imported."""
-    return tuple(sorted({"none", *_MODULES, *extra, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
+    """Methods, sorted; nothing is imported."""
+    return tuple(sorted({NONE, AUTO, *_MODULES, *extra, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
 
 
-def create(config: SpeculativeConfig, context: DrafterContext, extra: Mapping[str, DrafterFactory] = {}) -> Drafter:
-    """The drafter that ``config.method`` names.
+def members(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
+    """Names of the drafters that a method may ask.
+
+    ``auto`` asks those without a model, the draft model that ``config.model`` names, and the caller's own.
+    """
+    if config.method == NONE:
+        return ()
+    if config.method == AUTO:
+        return (*MODEL_FREE, *(("draft_model",) if config.model is not None else ()), *extra)
+    return (config.method,)
+
+
+def create(name: str, config: SpeculativeConfig, context: DrafterContext, extra: Mapping[str, DrafterFactory] = {}) -> Drafter:
+    """The drafter of that name.
 
     ``extra`` are the caller's own factories by name; they come before those of installed packages.
 
     Raises:
         ConfigError: an unknown name, one that is given twice, or a package's drafter that cannot be imported.
     """
-    return _factory(config.method, extra)(config, context)
+    return _factory(name, extra)(config, context)
 
 
 def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -> None:
@@ -70,8 +63,9 @@ def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -
     Raises:
         ConfigError: as ``create`` does, or ``model`` is missing or given to a method that has none.
     """
-    _factory(config.method, extra)
-    if config.model is not None and config.method in ("none", "ngram", "suffix"):
+    for name in members(config, extra):
+        _factory(name, extra)
+    if config.model is not None and config.method in (NONE, *MODEL_FREE):
         raise ConfigError(
             f"method {config.method!r} takes no model, but model is {config.model!r}; remove it or use 'draft_model'."
         )
@@ -81,7 +75,7 @@ def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -
 
 def _factory(name: str, extra: Mapping[str, DrafterFactory]) -> DrafterFactory:
     points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
-    if name == "none" or name in _MODULES or name in NOT_YET:
+    if name in (NONE, AUTO, *_MODULES, *NOT_YET):
         if name in extra or points:
             raise ConfigError(f"drafter name {name!r} is foredraft's own; give yours another name.")
         if name in NOT_YET:
@@ -98,8 +92,7 @@ def _factory(name: str, extra: Mapping[str, DrafterFactory]) -> DrafterFactory:
 
 
 def _own(name: str) -> DrafterFactory:
-    if name == "none":
-        return lambda config, context: NullDrafter()
+    assert name in _MODULES, f"{name!r} is a method, not a drafter"
     factory: DrafterFactory = import_module(_MODULES[name]).create
     return factory
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.drafters.ngram import MAX_OCCURRENCES, NgramDrafter
-from foredraft.types import Draft, SamplingParams, Sequence, Verdict
+from foredraft.drafters.ngram import MAX_MATCH_LENGTH, MAX_OCCURRENCES, NgramDrafter
+from foredraft.types import SamplingParams, Sequence, Verdict
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -42,7 +42,7 @@ def test_the_index_finds_what_a_scan_finds(tokens: list[int], min_n: int, more: 
     drafter, seq = opened(tokens, min_n, min_n + more)
     expected = search(tokens, num_tokens, min_n, min_n + more, limit)
     assert drafter.candidates(seq, num_tokens, limit) == expected
-    assert drafter.propose([seq], [num_tokens]) == [Draft(expected[0]) if expected else Draft()]
+    assert [draft.tokens for draft in drafter.propose([seq], [num_tokens])] == [expected[0] if expected else ()]
 
 
 @given(TOKENS, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=10))
@@ -60,7 +60,7 @@ def test_growing_step_by_step_gives_what_one_reading_gives(prompt: list[int], st
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5])
 def test_a_prompt_shorter_than_the_n_gram_drafts_nothing_or_what_it_has(length: int) -> None:
     drafter, seq = opened([7] * length, min_n=3, max_n=4)
-    assert drafter.propose([seq], [2]) == [Draft((7, 7)) if length >= 4 else Draft()]
+    assert [draft.tokens for draft in drafter.propose([seq], [2])] == [(7, 7) if length >= 4 else ()]
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
@@ -84,7 +84,7 @@ def test_a_rejected_draft_leaves_no_trace() -> None:
     assert drafter.propose([seq], [3])[0].tokens == (3, 1, 2)
     seq.tokens.append(9)
     drafter.observe(seq, Verdict((9,), 0), None)
-    assert drafter.propose([seq], [3]) == [Draft()]
+    assert [draft.tokens for draft in drafter.propose([seq], [3])] == [()]
 
 
 def test_a_reopened_sequence_drafts_as_before() -> None:
@@ -99,7 +99,7 @@ def test_sequences_do_not_read_each_other() -> None:
     drafter, first = opened([1, 2, 3, 1, 2])
     second = sequence([1, 2], seq_id=1)
     drafter.open(second)
-    assert drafter.propose([second, first], [1, 2]) == [Draft(), Draft((3, 1))]
+    assert [draft.tokens for draft in drafter.propose([second, first], [1, 2])] == [(), (3, 1)]
 
 
 class Watched(list[int]):
@@ -125,3 +125,18 @@ def test_a_lookup_never_scans_the_context() -> None:
     seq.tokens.append(0)
     drafter.propose([seq], [4])
     assert watched.num_read < 20
+
+
+def test_confidence_does_not_grow_with_the_match() -> None:
+    confidence = []
+    for length in (2, 3, 5, 9, 40):
+        tokens = [*range(100, 100 + length), 7, 8, *range(100, 100 + length)]
+        seq = Sequence(0, tokens, len(tokens), SamplingParams(), seed=0)
+        drafter = NgramDrafter(2, 3)
+        drafter.open(seq)
+        draft = drafter.propose([seq], [2])[0]
+        assert draft.tokens == (7, 8) and draft.confidence is not None and len(draft.confidence) == 2
+        confidence.append(draft.confidence[0])
+    assert (
+        confidence == sorted(set(confidence)) and confidence[0] > 0 and confidence[-1] == MAX_MATCH_LENGTH / (MAX_MATCH_LENGTH + 1)
+    )

@@ -11,7 +11,7 @@ import torch
 from foredraft.sampling import STREAM_DRAFT, STREAM_RESIDUAL, STREAM_TARGET, Chance, PositionNoise
 from foredraft.testing.enumeration import outcome_probabilities
 from foredraft.types import Distribution, Draft, Verdict
-from foredraft.verify import RULES, RowDistribution, Rule, _mass, _positive_part, block, coupled, rejection
+from foredraft.verify import RULES, RowDistribution, Rule, _positive_part, block, coupled, rejection
 
 Tokens = tuple[int, ...]
 Table = Callable[[Tokens], Distribution]
@@ -200,7 +200,7 @@ def test_rejection_accepts_other_than_the_overlap() -> None:
 
 def draft_mass(draft: Draft, i: int) -> float:
     assert draft.probs is not None
-    return _mass(draft.probs[i], draft.tokens[i])
+    return draft.probs[i].probability(draft.tokens[i])
 
 
 def residual(target: Distribution, draft: Draft, i: int, factor: float = 1.0) -> Distribution:
@@ -212,7 +212,7 @@ def residual(target: Distribution, draft: Draft, i: int, factor: float = 1.0) ->
 def ratio_rule(invert: bool = False, subtract: bool = True, bonus_from_last_row: bool = False) -> Rule:
     def rule(draft: Draft, row: RowDistribution, chance: Chance, position: int) -> Verdict:
         for i, token in enumerate(draft.tokens):
-            ratio = _mass(row(i), token) / draft_mass(draft, i)
+            ratio = row(i).probability(token) / draft_mass(draft, i)
             if not chance.accept(min(1.0, 1 / ratio if invert and ratio else ratio), position + i):
                 own = residual(row(i), draft, i) if subtract else row(i)
                 return Verdict((*draft.tokens[:i], chance.draw(own, position + i, STREAM_RESIDUAL)), i)
@@ -227,7 +227,7 @@ def block_rule(clip: bool = True, scale_residual: bool = True, longest: bool = T
     def rule(draft: Draft, row: RowDistribution, chance: Chance, position: int) -> Verdict:
         num_draft, kept, kept_mass, mass = len(draft.tokens), 0, 1.0, 1.0
         for i in range(1, num_draft + 1):
-            mass *= _mass(row(i - 1), draft.tokens[i - 1]) / draft_mass(draft, i - 1)
+            mass *= row(i - 1).probability(draft.tokens[i - 1]) / draft_mass(draft, i - 1)
             mass = min(1.0, mass) if clip else mass
             threshold = min(1.0, mass)
             if i < num_draft:

@@ -10,26 +10,36 @@ the shift follows a request that changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 NUM_POSITIONS, NUM_CLASSES = 8, 16
 PRIOR_WEIGHT, MAX_TRIALS = 6.0, 400.0
-SHIFT_RATE, SHIFT_DECAY, MAX_SHIFT = 0.4, 0.01, 5.0
+SHIFT_RATE, SHIFT_DECAY, MAX_SHIFT = 0.25, 0.01, 5.0
 UNKNOWN = NUM_CLASSES - 1
+# Estimates are worked out again after so many further outcomes; at first more often.
+OUTCOMES_PER_UPDATE = 64
+_RESOLUTION = 512
+
+
+def _class_of(confidence: float) -> int:
+    odds = confidence / (1.0 - confidence) if confidence < 1.0 else math.inf
+    return 0 if odds <= 0.0 else min(UNKNOWN - 1, max(0, int(min(6.5 + 1.5 * math.log2(odds), NUM_CLASSES))))
+
+
+# By the confidence in parts of _RESOLUTION.
+_CLASSES = tuple(_class_of(part / _RESOLUTION) for part in range(_RESOLUTION + 1))
 
 
 def confidence_class(confidence: float) -> int:
     """The class of a drafter's own belief in a token: by odds, finer than a factor of two; the last class is for no belief."""
-    if confidence >= 1.0:
-        return UNKNOWN - 1
-    odds = confidence / (1.0 - confidence)
-    return max(0, min(UNKNOWN - 1, int(6.5 + 1.5 * math.log2(odds)))) if odds > 0.0 else 0
+    return _CLASSES[int(_RESOLUTION * min(1.0, max(0.0, confidence)))]
 
 
-def classes_of(confidence: Iterable[float] | None, num_tokens: int) -> list[int]:
+def classes_of(confidence: Seq[float] | None, num_tokens: int) -> list[int]:
     """One class per draft token."""
-    return [UNKNOWN] * num_tokens if confidence is None else [confidence_class(value) for value in confidence]
+    if confidence is None:
+        return [UNKNOWN] * num_tokens
+    return [confidence_class(value) for value in confidence]
 
 
 class Shift:
@@ -42,70 +52,61 @@ class Shift:
 
 
 class Acceptance:
-    """One drafter's counts over all requests."""
+    """One drafter's outcomes over all requests, by position in the draft and class of confidence."""
 
     def __init__(self) -> None:
         self._hits = [0.0] * (NUM_POSITIONS * NUM_CLASSES)
         self._trials = [0.0] * (NUM_POSITIONS * NUM_CLASSES)
-        self._class_hits = [0.0] * NUM_CLASSES
-        self._class_trials = [0.0] * NUM_CLASSES
-        self._position_hits = [0.0] * NUM_POSITIONS
-        self._position_trials = [0.0] * NUM_POSITIONS
-        self._log_odds: list[float | None] = [None] * (NUM_POSITIONS * NUM_CLASSES)
+        self._log_odds = [0.0] * (NUM_POSITIONS * NUM_CLASSES)
+        self._num_new, self._num_due = 0, 1
 
-    def reach(self, classes: Seq[int], shift: Shift, least: float = 0.0) -> list[float]:
-        """Survival probabilities of a draft whose tokens have these classes; ends where they fall below ``least``."""
-        alive, reached, offset = 1.0, [], shift.value
-        log_odds = self._log_odds
-        for position, index in enumerate(classes):
-            cell = min(position, NUM_POSITIONS - 1) * NUM_CLASSES + index
-            known = log_odds[cell]
-            if known is None:
-                known = log_odds[cell] = _logit(self._probability(cell))
-            alive /= 1.0 + math.exp(-known - offset)
+    def reach(self, classes: Seq[int], shift: Shift, trust: float = 1.0, least: float = 0.0) -> list[float]:
+        """Survival probabilities of a draft whose tokens have these classes, times ``trust``; ends where below ``least``."""
+        alive, reached, offset, log_odds, exp = trust, [], shift.value, self._log_odds, math.exp
+        row, last_row = 0, (NUM_POSITIONS - 1) * NUM_CLASSES
+        for index in classes:
+            alive /= 1.0 + exp(-log_odds[row + index] - offset)
             if alive < least:
                 break
             reached.append(alive)
+            if row < last_row:
+                row += NUM_CLASSES
         return reached
 
     def learn(self, position: int, index: int, came: bool, shift: Shift) -> None:
         """Count the outcome of one token, those before which were right."""
-        position = min(position, NUM_POSITIONS - 1)
-        cell = position * NUM_CLASSES + index
-        known = self._log_odds[cell]
-        if known is None:
-            known = _logit(self._probability(cell))
-        expected = 1.0 / (1.0 + math.exp(-known - shift.value))
+        cell = (position if position < NUM_POSITIONS else NUM_POSITIONS - 1) * NUM_CLASSES + index
+        expected = 1.0 / (1.0 + math.exp(-self._log_odds[cell] - shift.value))
         moved = (1.0 - SHIFT_DECAY) * shift.value + SHIFT_RATE * (came - expected)
-        shift.value = max(-MAX_SHIFT, min(MAX_SHIFT, moved))
-        _count(self._hits, self._trials, cell, came)
-        _count(self._class_hits, self._class_trials, index, came)
-        _count(self._position_hits, self._position_trials, position, came)
-        for cell in range(index, NUM_POSITIONS * NUM_CLASSES, NUM_CLASSES):
-            self._log_odds[cell] = None  # all that fall back on this class
+        shift.value = moved if -MAX_SHIFT < moved < MAX_SHIFT else math.copysign(MAX_SHIFT, moved)
+        self._trials[cell] += 1.0
+        self._hits[cell] += came
+        self._num_new += 1
+        if self._num_new >= self._num_due:
+            self._update()
 
     def by_position(self, num_tokens: int) -> list[float]:
         """Acceptance of the first, second, ... draft token, whatever its confidence; one never tried counts as the one before."""
         estimates, before = [], 0.5
         for position in range(num_tokens):
-            at = min(position, NUM_POSITIONS - 1)
-            before = (self._position_hits[at] + PRIOR_WEIGHT * before) / (self._position_trials[at] + PRIOR_WEIGHT)
+            cells = slice(min(position, NUM_POSITIONS - 1) * NUM_CLASSES, (min(position, NUM_POSITIONS - 1) + 1) * NUM_CLASSES)
+            before = (sum(self._hits[cells]) + PRIOR_WEIGHT * before) / (sum(self._trials[cells]) + PRIOR_WEIGHT)
             estimates.append(before)
         return estimates
 
-    def _probability(self, cell: int) -> float:
-        index = cell % NUM_CLASSES
-        overall = (self._class_hits[index] + 0.5 * PRIOR_WEIGHT) / (self._class_trials[index] + PRIOR_WEIGHT)
-        return (self._hits[cell] + PRIOR_WEIGHT * overall) / (self._trials[cell] + PRIOR_WEIGHT)
-
-
-def _count(hits: list[float], trials: list[float], index: int, came: bool) -> None:
-    """Count one; when there are many the old ones fade."""
-    if trials[index] >= MAX_TRIALS:
-        trials[index] /= 2
-        hits[index] /= 2
-    trials[index] += 1.0
-    hits[index] += came
+    def _update(self) -> None:
+        """Work out the estimates, and let old outcomes fade where there are many."""
+        self._num_new, self._num_due = 0, min(2 * self._num_due, OUTCOMES_PER_UPDATE)
+        hits, trials = self._hits, self._trials
+        for index in range(NUM_CLASSES):
+            cells = range(index, NUM_POSITIONS * NUM_CLASSES, NUM_CLASSES)
+            num = sum(trials[cell] for cell in cells)
+            overall = (sum(hits[cell] for cell in cells) + 0.5 * PRIOR_WEIGHT) / (num + PRIOR_WEIGHT)
+            for cell in cells if num else ():
+                self._log_odds[cell] = _logit((hits[cell] + PRIOR_WEIGHT * overall) / (trials[cell] + PRIOR_WEIGHT))
+                if trials[cell] > MAX_TRIALS:
+                    trials[cell] /= 2
+                    hits[cell] /= 2
 
 
 def _logit(probability: float) -> float:

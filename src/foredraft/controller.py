@@ -18,18 +18,23 @@ from typing import Any
 
 from foredraft.acceptance import Acceptance, Shift, classes_of
 from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running
-from foredraft.planner import allot, best_depth, net_tokens, survival
+from foredraft.planner import allot, best_depth, net_tokens, share_of, survival
 from foredraft.types import Draft, Sequence
 
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.006
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
 STEPS_BETWEEN_PLAIN = 200
 TURN_ON, STAY_ON = 1.2, 0.8
+# Time is valued a little higher than it is: what only breaks even is not worth its risk.
+MARGIN = 1.05
+# Drafting that costs less than this, in tokens, is always done as deep as can be used.
+CHEAP_TOKENS = 0.02
 GAIN_RATE, OVERALL_RATE, SPEED_RATE = 0.15, 0.03, 0.02
 # Before a drafter has a record, it is taken to bring this many tokens a draft, and believed for a few drafts.
-FIRST_GAIN, FIRST_WEIGHT = 0.5, 3.0
+FIRST_GAIN, FIRST_WEIGHT = 0.5, 1.0
+NO_DRAFT = Draft()
 
 
 def share(wishes: list[int], total: int) -> list[int]:
@@ -79,7 +84,7 @@ class _Record:
 
     ``gains``: net tokens per draft where no earlier drafter had one that pays, and where one had.
 
-    ``credit``: seconds that probes may take now.
+    ``credit``: seconds that probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.
     """
 
     cost: DraftCost = field(default_factory=DraftCost)
@@ -88,23 +93,28 @@ class _Record:
         default_factory=lambda: (Running(OVERALL_RATE, FIRST_GAIN, FIRST_WEIGHT), Running(OVERALL_RATE, FIRST_GAIN, FIRST_WEIGHT))
     )
     credit: float = 0.0
+    expected: Running = field(default_factory=lambda: Running(SPEED_RATE, 1.0, 20.0))
+    accepted: Running = field(default_factory=lambda: Running(SPEED_RATE, 1.0, 20.0))
+
+    @property
+    def trust(self) -> float:
+        """Accepted over expected tokens of the drafts that were verified, at most 1: those chosen looked better than they were."""
+        return min(1.0, self.accepted.mean / self.expected.mean)
 
     def track(self) -> _Track:
         """For a new request: what is known of all is expected of it."""
         return _Track((self.gains[0].mean, self.gains[1].mean))
 
 
-@dataclass
 class _Slot:
     """A sequence that may draft in this step, the most that it can use, and the best draft that was heard for it."""
 
-    seq: Sequence
-    limit: int
-    drafter: str = ""
-    draft: Draft = field(default_factory=Draft)
-    reached: list[float] = field(default_factory=list)
-    net: float = 0.0
-    tracks: dict[str, _Track] = field(default_factory=dict)
+    __slots__ = ("draft", "drafter", "limit", "net", "reached", "seq", "tracks")
+
+    def __init__(self, seq: Sequence, limit: int, tracks: dict[str, _Track]) -> None:
+        self.seq, self.limit, self.tracks = seq, limit, tracks
+        self.drafter, self.draft, self.net = "", NO_DRAFT, 0.0
+        self.reached: list[float] = []
 
 
 class Controller:
@@ -120,6 +130,7 @@ class Controller:
         self._trace = trace
         self._records: dict[str, _Record] = {}
         self._tracks: dict[int, dict[str, _Track]] = {}
+        self._resting: set[int] = set()
         self.own_seconds = Running(SPEED_RATE)
         self._probe_turn = 0
         self._since_plain = 0
@@ -136,10 +147,12 @@ class Controller:
     def close(self, seq: Sequence) -> None:
         """Forget a request."""
         self._tracks.pop(seq.seq_id, None)
+        self._resting.discard(seq.seq_id)
 
     def plan(self, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> StepPlan:
         """Begin a step: a draft can continue ``seqs``, each by at most ``limits[i]`` tokens; ``work`` is all else in the pass."""
-        return StepPlan(self, [_Slot(seq, limit) for seq, limit in zip(seqs, limits, strict=True)], work, num_rows_left)
+        slots = [_Slot(seq, limit, self._tracks_of(seq)) for seq, limit in zip(seqs, limits, strict=True)]
+        return StepPlan(self, slots, work, num_rows_left)
 
     def snapshot(self) -> dict[str, Any]:
         """What the controller knows, for metrics: per drafter its cost, acceptance by position and expected net gain."""
@@ -170,7 +183,7 @@ class Controller:
             known = self._records[name] = _Record()
         return known
 
-    def tracks(self, seq: Sequence) -> dict[str, _Track]:
+    def _tracks_of(self, seq: Sequence) -> dict[str, _Track]:
         """The records of all drafters that a request may ask."""
         known = self._tracks.get(seq.seq_id)
         if known is None:
@@ -179,21 +192,32 @@ class Controller:
 
     def prices(self, work: PassWork, num_slots: int) -> tuple[float, float]:
         """(tokens per second that time is worth, what an accepted token is worth after its own handling)."""
-        price = self.speedup * num_slots / self._plain_seconds(work, num_slots)
+        price = MARGIN * self.speedup * num_slots / self._plain_seconds(work, num_slots)
         return price, max(0.1, 1.0 - price * self._per_token.mean)
 
-    def may_rest(self, tracks: Mapping[str, _Track]) -> bool:
-        """Whether a request is to be left alone: no drafter of it is on, and no probe is due."""
-        return not any(track.is_on or self._records[name].credit > 0.0 for name, track in tracks.items())
+    def awake(self, slots: list[_Slot]) -> list[int]:
+        """The adaptive slots with a drafter that is on, and one of the others in turn if a probe is due."""
+        resting = self._resting
+        free = [i for i, slot in enumerate(slots) if slot.limit and slot.seq.adaptive and slot.tracks]
+        found = [i for i in free if slots[i].seq.seq_id not in resting]
+        if len(found) < len(free) and any(record.credit > 0.0 for record in self._records.values()):
+            idle = [i for i in free if slots[i].seq.seq_id in resting]
+            self._probe_turn += 1
+            found.append(idle[self._probe_turn % len(idle)])
+        return found
+
+    def settle(self, slots: list[_Slot], looked_at: list[int]) -> None:
+        """Let those rest that have no drafter on."""
+        for i in looked_at:
+            seq_id = slots[i].seq.seq_id
+            if any(track.is_on for track in slots[i].tracks.values()):
+                self._resting.discard(seq_id)
+            else:
+                self._resting.add(seq_id)
 
     def is_plain_due(self) -> bool:
         """Whether the next pass should be without drafts."""
         return self._since_plain >= STEPS_BETWEEN_PLAIN
-
-    def next_turn(self) -> int:
-        """A number that goes up with each call: whose turn it is to probe."""
-        self._probe_turn += 1
-        return self._probe_turn
 
     def note(self, decision: Callable[[], Mapping[str, Any]]) -> None:
         """Pass a decision on to the trace."""
@@ -238,33 +262,28 @@ class StepPlan:
         self.asked: list[str] = []
         self.probed: list[str] = []
         self.asked_seconds = 0.0
-        self._price, self._worth, self._row_price = 0.0, 1.0, 0.0
+        self._price, self._worth, self._row_price, self._share = 0.0, 1.0, 0.0, 1.0
 
     # -------------------------------------------------------------------------------------------- asking
 
     def asks(self) -> Iterator[Ask]:
         """The calls to make, each decided when those before it were heard: cheap drafters first."""
-        controller = self._controller
-        fixed, free = [], {}
-        for i, slot in enumerate(self.slots):
-            if slot.seq.drafters:
-                slot.tracks = controller.tracks(slot.seq)
-                if not slot.seq.adaptive:
-                    fixed.append(i)
-                elif slot.limit and not controller.may_rest(slot.tracks):
-                    free[i] = slot.tracks
-        wishes = dict(zip(fixed, share([self.slots[i].limit for i in fixed], self._num_rows_left), strict=True))
+        controller, slots = self._controller, self.slots
+        fixed = [i for i, slot in enumerate(slots) if not slot.seq.adaptive and slot.tracks]
+        wishes = dict(zip(fixed, share([slots[i].limit for i in fixed], self._num_rows_left), strict=True))
         yield from self._fixed_asks({i: wish for i, wish in wishes.items() if wish})
-        if not free:
+        awake = controller.awake(slots)
+        if not awake:
             return
-        self._price, self._worth = controller.prices(self.work, len(self.slots))
+        self._price, self._worth = controller.prices(self.work, len(slots))
         here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
         self._row_price = self._price * (controller.cost.seconds(here, 4) - controller.cost.seconds(here)) / 4
-        names = {name: controller.record(name) for tracks in free.values() for name in tracks}
+        names = {name: controller.record(name) for i in awake for name in slots[i].tracks}
         for name in sorted(names, key=lambda name: names[name].cost.per_sequence.mean):
-            ask = self._free_ask(name, names[name], {i: tracks[name] for i, tracks in free.items() if name in tracks})
+            ask = self._free_ask(name, names[name], {i: slots[i].tracks[name] for i in awake if name in slots[i].tracks})
             if ask is not None:
                 yield ask
+        controller.settle(slots, awake)
 
     def _fixed_asks(self, wishes: Mapping[int, int]) -> Iterator[Ask]:
         for name in dict.fromkeys(name for i in wishes for name in self.slots[i].seq.drafters):
@@ -273,33 +292,34 @@ class StepPlan:
 
     def _free_ask(self, name: str, record: _Record, candidates: Mapping[int, _Track]) -> Ask | None:
         """Ask for those requests where this drafter's expected gain covers its cost, and probe for one other if credit allows."""
-        controller = self._controller
-        deepest = max(self.slots[i].limit for i in candidates)
-        seconds = record.cost.seconds(len(candidates), deepest) / len(candidates)
-        least = self._price * (seconds + controller.own_seconds.mean / len(candidates))
+        controller, num = self._controller, len(candidates)
+        depth, seconds = self._depth(record, num, max(self.slots[i].limit for i in candidates))
+        least = self._price * (seconds + controller.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
-            gain = track.gains[self.slots[i].net > 0.0].mean
+            gain = self._share * track.gains[self.slots[i].net > 0.0].mean
             track.is_on = gain > (STAY_ON if track.is_on else TURN_ON) * least and gain > 0.0
             if track.is_on:
                 asked.append(i)
             elif not track.tokens:
                 idle.append(i)
-        if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, deepest), MAX_CREDIT_SECONDS):
-            asked.append(idle[controller.next_turn() % len(idle)])
+        if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, depth), MAX_CREDIT_SECONDS):
+            asked.append(idle[-1])
             self.probed.append(name)
-        return Ask(name, asked, self._depths(record, asked, seconds)) if asked else None
+        return Ask(name, asked, [min(depth, self.slots[i].limit) for i in asked]) if asked else None
 
-    def _depths(self, record: _Record, asked: list[int], seconds: float) -> list[int]:
-        """As deep as each can use; not so deep where drafting itself costs much and survival falls."""
-        limits = [self.slots[i].limit for i in asked]
-        if self._price * seconds < 0.02:
-            return limits
-        most = max(limits)
-        reached = survival(record.acceptance.by_position(most))
-        num = len(asked)
-        depth = best_depth(reached, lambda depth: record.cost.seconds(num, depth) / num, self._row_price, self._price)
-        return [min(limit, max(1, depth)) for limit in limits]
+    def _depth(self, record: _Record, num_seqs: int, deepest: int) -> tuple[int, float]:
+        """(how deep to draft, seconds of that): as deep as can be used, less where drafting costs much and survival falls.
+
+        Leaves in ``_share`` what a draft of that depth is expected to bring of what the deepest would.
+        """
+        seconds, self._share = record.cost.seconds(num_seqs, deepest), 1.0
+        if self._price * seconds < CHEAP_TOKENS * num_seqs:
+            return deepest, seconds
+        reached = survival(record.acceptance.by_position(deepest))
+        depth = max(1, best_depth(reached, lambda d: record.cost.seconds(num_seqs, d) / num_seqs, self._row_price, self._price))
+        self._share = share_of(reached, depth, self._row_price)
+        return depth, record.cost.seconds(num_seqs, depth)
 
     def hear(self, ask: Ask, drafts: list[Draft], seconds: float) -> None:
         """Take the drafts of an ask, which took ``seconds``, and keep the best for each sequence."""
@@ -316,13 +336,13 @@ class StepPlan:
             confidence = None if draft.probs is not None else draft.confidence
             track.tokens, track.next = draft.tokens, 0
             track.classes = classes_of(confidence, len(draft.tokens))
-            reached = record.acceptance.reach(track.classes, track.shift, 0.5 * self._row_price)
+            reached = record.acceptance.reach(track.classes, track.shift, record.trust, 0.5 * self._row_price)
             if not slot.seq.adaptive:
                 if not slot.drafter or sum(reached) > sum(slot.reached):
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
                 continue
             net = net_tokens(reached, self._row_price, self._worth)
-            further = max(0.0, net - slot.net)
+            further = max(0.0, net - slot.net) / self._share
             kind = slot.net > 0.0
             track.gains[kind].add(further)
             record.gains[kind].add(further)
@@ -365,11 +385,22 @@ class StepPlan:
     def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> None:
         """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase."""
         controller = self._controller
-        for slot, tokens in zip(self.slots, emitted, strict=True):
+        for slot, tokens, count in zip(self.slots, emitted, counts, strict=True):
+            if count and slot.seq.adaptive:
+                record = controller.record(slot.drafter)
+                expected = sum(slot.reached[:count]) / record.trust
+                record.expected.add(expected)
+                record.accepted.add(_num_right(slot.draft.tokens[:count], tokens))
             for name, track in slot.tracks.items():
                 if track.tokens:
                     _compare(controller.record(name).acceptance, track, tokens)
         controller.account(self, counts, sum(map(len, emitted)), milliseconds)
+
+
+def _num_right(draft: Seq[int], emitted: Seq[int]) -> int:
+    """How many tokens of a draft came."""
+    pairs = zip(draft, emitted, strict=False)
+    return next((i for i, (token, came) in enumerate(pairs) if token != came), min(len(draft), len(emitted)))
 
 
 def _compare(acceptance: Acceptance, track: _Track, emitted: Seq[int]) -> None:

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from foredraft.types import Clock
@@ -25,7 +26,9 @@ from foredraft.types import Clock
 CALIBRATION_ROWS = (1, 5, 2, 9, 3, 17, 4, 33, 7, 65, 6, 13, 8, 25, 49)
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 MAX_ROUNDS = 15
-SCALE_RATE, SHAPE_RATE, MAX_SURPRISE = 0.05, 0.03, 1.5
+LEVEL_RATE, BEND_RATE, BEND_DECAY, MAX_SURPRISE = 0.04, 0.12, 0.0003, 0.7
+# The sum of surprises, in logarithms, after which estimates are worked out again.
+MOVE_PER_UPDATE = 0.3
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class PassTimes:
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.base) >= 1, (self.rows, self.base)
         assert all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False)), self.rows
-        assert all(0.0 < a <= b for a, b in zip(self.base, self.base[1:], strict=False)), self.base
+        assert self.base[0] > 0.0 and all(a <= b for a, b in zip(self.base, self.base[1:], strict=False)), self.base
 
     def at(self, num_rows: int) -> float:
         """``base`` of any number of rows: straight between nodes, and beyond the last as the last piece goes on."""
@@ -68,8 +71,9 @@ class PassTimes:
 
     @classmethod
     def unknown(cls) -> PassTimes:
-        """Before anything is measured: every pass takes a millisecond."""
-        return cls((1,), (1e-3,))
+        """Before anything is measured: a millisecond, and a tenth of that for each further row."""
+        rows = tuple(sorted(CALIBRATION_ROWS))
+        return cls(rows, tuple(1e-3 + 1e-4 * (count - 1) for count in rows))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PassTimes:
@@ -147,63 +151,74 @@ def rising(values: Seq[float]) -> tuple[float, ...]:
 
 
 class PassCost:
-    """PassTimes that follow the passes that really ran."""
+    """PassTimes that follow the passes that really ran.
+
+    A node's time is the first one, times e to the ``level`` of all and to the node's own ``bend``.  A pass that takes longer than
+    expected moves both, the bend more: were it the machine that got slower, passes at other nodes will say so soon, while a
+    wrong shape would never show if the level followed every change.  A bend that is not confirmed slowly goes back.
+    """
 
     def __init__(self, times: PassTimes) -> None:
-        self._rows = list(times.rows)
-        self._base = list(times.base)
+        self._rows, self._base = times.rows, times.base
         self._per_read, self._per_score = times.per_read, times.per_score
-        self._log_scale = 0.0
+        self._level = 0.0
+        self._bends = [0.0] * len(times.rows)
+        self._by_rows: list[float] = []
+        self._moved = 0.0
 
     @property
     def times(self) -> PassTimes:
         """The present estimate."""
-        scale = math.exp(self._log_scale)
-        base = rising([scale * value for value in self._base])
-        return PassTimes(tuple(self._rows), base, scale * self._per_read, scale * self._per_score)
+        scale = math.exp(self._level)
+        base = rising([value * math.exp(self._level + bend) for value, bend in zip(self._base, self._bends, strict=True)])
+        return PassTimes(self._rows, base, scale * self._per_read, scale * self._per_score)
 
     def seconds(self, work: PassWork, num_drafts: int = 0) -> float:
         """See PassTimes.seconds."""
-        return math.exp(self._log_scale) * self._unscaled(work, num_drafts)
+        return self._dense(work.num_rows + num_drafts)[work.num_rows + num_drafts] + self._context(work, num_drafts)
 
     def curve(self, work: PassWork, most: int) -> list[float]:
         """Seconds of passes with 0, 1, ... ``most`` draft rows beside ``work``; never falling."""
-        scale = math.exp(self._log_scale)
-        start = work.num_rows
-        fixed = self._per_read * work.keys_read
-        slope = self._per_score * work.keys_read / max(1, start)
-        seconds, last = [], 0.0
-        for k in range(most + 1):
-            last = max(last, scale * (interpolate(self._rows, self._base, start + k) + fixed + slope * k))
-            seconds.append(last)
-        return seconds
+        start, fixed = work.num_rows, self._context(work, 0)
+        slope = self._context(work, 1) - fixed
+        return [seconds + (fixed + slope * k) for k, seconds in enumerate(self._dense(start + most)[start : start + most + 1])]
 
     def observe(self, work: PassWork, num_drafts: int, seconds: float) -> None:
         """Learn what a pass took; a single outlier moves little."""
         if seconds <= 0.0:
             return
-        surprise = math.log(seconds / self._unscaled(work, num_drafts)) - self._log_scale
+        num_rows, rows, bends = work.num_rows + num_drafts, self._rows, self._bends
+        surprise = math.log(seconds / (self._at(num_rows) + self._context(work, num_drafts)))
         surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        self._log_scale += SCALE_RATE * surprise
-        self._reshape(work.num_rows + num_drafts, 1.0 + SHAPE_RATE * max(-0.2, min(0.2, surprise)))
+        self._level += LEVEL_RATE * surprise
+        right = min(bisect_right(rows, num_rows), len(rows) - 1)
+        left = max(0, right - 1)
+        share = 1.0 if left == right else max(0.0, min(1.0, (num_rows - rows[left]) / (rows[right] - rows[left])))
+        bends[left] += BEND_RATE * (1.0 - share) * surprise
+        bends[right] += BEND_RATE * share * surprise
+        for node in range(len(bends)) if any(bends) else ():
+            bends[node] *= 1.0 - BEND_DECAY
+        self._moved += abs(surprise)
+        if self._moved > MOVE_PER_UPDATE:
+            self._by_rows, self._moved = [], 0.0
 
-    def _unscaled(self, work: PassWork, num_drafts: int) -> float:
-        base = interpolate(self._rows, self._base, work.num_rows + num_drafts)
+    def _context(self, work: PassWork, num_drafts: int) -> float:
+        """What the cached tokens add."""
         score = self._per_score * work.keys_read / max(1, work.num_rows)
-        return base + self._per_read * work.keys_read + score * num_drafts
+        return math.exp(self._level) * (self._per_read * work.keys_read + score * num_drafts)
 
-    def _reshape(self, num_rows: int, factor: float) -> None:
-        """Move the nodes on both sides of ``num_rows``, each by its share."""
-        rows, base = self._rows, self._base
-        right = bisect_right(rows, num_rows)
-        if right == len(rows):
-            base[-1] *= factor
-        elif right == 0:
-            base[0] *= factor
-        else:
-            share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
-            base[right - 1] *= 1.0 + (factor - 1.0) * (1.0 - share)
-            base[right] *= 1.0 + (factor - 1.0) * share
+    def _at(self, num_rows: int) -> float:
+        """``base`` by the nodes as they are now."""
+        values = [value * math.exp(self._level + bend) for value, bend in zip(self._base, self._bends, strict=True)]
+        return interpolate(self._rows, values, num_rows)
+
+    def _dense(self, most: int) -> list[float]:
+        """``base`` of 0, 1, ... at least ``most`` rows, never falling; kept until passes have shown enough that is new."""
+        if len(self._by_rows) <= most:
+            values = [value * math.exp(self._level + bend) for value, bend in zip(self._base, self._bends, strict=True)]
+            base = (interpolate(self._rows, values, rows) for rows in range(max(most, self._rows[-1]) + 1))
+            self._by_rows = list(accumulate(base, max))
+        return self._by_rows
 
 
 class Running:

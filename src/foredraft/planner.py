@@ -78,6 +78,12 @@ def best_depth(reached: Seq[float], draft_seconds: Callable[[int], float], row_p
     return best
 
 
+def share_of(reached: Seq[float], depth: int, row_price: float) -> float:
+    """What the first ``depth`` tokens of a draft are expected to bring of what all of them would."""
+    gains = [max(0.0, alive - row_price) for alive in reached]
+    return sum(gains[:depth]) / sum(gains) if sum(gains) > 0.0 else 1.0
+
+
 def best_fixed(acceptance: Seq[float], step_seconds: Callable[[int], float]) -> tuple[int, float]:
     """The K from 0 to ``len(acceptance)`` with the most tokens per second, and its speed-up over K = 0.
 

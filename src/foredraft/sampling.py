@@ -273,6 +273,11 @@ def _at_least(row: FloatArray, top: float, temperature: float, floor: float) -> 
     return np.flatnonzero(row >= max(lowest, top + temperature * floor - slack))
 
 
+def top_probability(row: FloatArray) -> float:
+    """Softmax probability of the largest of a row's logits."""
+    return 1.0 / _sum_weights(row, float(row.max()), 1.0)
+
+
 def _sum_weights(row: FloatArray, top: float, temperature: float) -> float:
     """Sum of e^((row - top) / temperature)."""
     extension = _extension()

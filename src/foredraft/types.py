@@ -133,6 +133,12 @@ class Distribution:
         probs[self.tokens] = np.exp(self.log_probs)
         return probs
 
+    def probability(self, token: int) -> float:
+        """Probability of one token."""
+        index = int(np.searchsorted(self.tokens, token))
+        inside = index < len(self.tokens) and self.tokens[index] == token
+        return float(np.exp(self.log_probs[index])) if inside else 0.0
+
 
 @dataclass(frozen=True)
 class Draft:

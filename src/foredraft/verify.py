@@ -47,7 +47,7 @@ def rejection(draft: Draft, row: RowDistribution, chance: Chance, position: int)
     """
     for i, token in enumerate(draft.tokens):
         target = row(i)
-        ratio = _mass(target, token) / _draft_mass(draft, i)
+        ratio = target.probability(token) / _draft_mass(draft, i)
         if not chance.accept(min(1.0, ratio), position + i):
             residual = _residual(target, np.exp(target.log_probs), draft, i)
             return Verdict((*draft.tokens[:i], chance.draw(residual, position + i, STREAM_RESIDUAL)), i)
@@ -64,7 +64,7 @@ def block(draft: Draft, row: RowDistribution, chance: Chance, position: int) -> 
         return rejection(draft, row, chance, position)
     num_draft, kept, kept_joint, joint = len(draft.tokens), 0, 1.0, 1.0
     for i, token in enumerate(draft.tokens, start=1):
-        joint = min(1.0, joint * _mass(row(i - 1), token) / _draft_mass(draft, i - 1))
+        joint = min(1.0, joint * row(i - 1).probability(token) / _draft_mass(draft, i - 1))
         if i == num_draft:
             threshold = joint
         else:
@@ -88,16 +88,9 @@ def _bonus(draft: Draft, row: RowDistribution, chance: Chance, position: int) ->
     return Verdict((*draft.tokens, chance.draw(row(num_draft), position + num_draft, STREAM_TARGET)), num_draft)
 
 
-def _mass(dist: Distribution, token: int) -> float:
-    """Probability of one token."""
-    index = int(np.searchsorted(dist.tokens, token))
-    inside = index < len(dist.tokens) and dist.tokens[index] == token
-    return float(np.exp(dist.log_probs[index])) if inside else 0.0
-
-
 def _draft_mass(draft: Draft, i: int) -> float:
     """Probability with which draft token i was drawn; positive, since it was drawn."""
-    mass = 1.0 if draft.probs is None else _mass(draft.probs[i], draft.tokens[i])
+    mass = 1.0 if draft.probs is None else draft.probs[i].probability(draft.tokens[i])
     assert mass > 0.0, f"draft token {draft.tokens[i]} at {i} has draft probability {mass}"
     return mass
 

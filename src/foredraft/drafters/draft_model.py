@@ -18,7 +18,7 @@ import numpy as np
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
 from foredraft.kv_cache import KVCache
-from foredraft.sampling import PositionNoise, distribution, noise_for
+from foredraft.sampling import PositionNoise, distribution, noise_for, top_probability
 from foredraft.types import ConfigError, Distribution, Draft, FloatArray, Rows, Sequence, Target, UnsupportedModelError, Verdict
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class _Job:
     num_wanted: int
     noise: PositionNoise
     probs: list[Distribution] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
 
 
 class DraftModelDrafter:
@@ -91,7 +92,10 @@ class DraftModelDrafter:
             for job, logits in zip(pending, self._compute(pending), strict=True):
                 self._draw(job, logits)
             pending = [job for job in pending if len(job.state.draft) < job.num_wanted]
-        return [Draft(tuple(job.state.draft), tuple(job.probs) if self._with_probs else None) for job in jobs]
+        return [
+            Draft(tuple(job.state.draft), tuple(job.probs) if self._with_probs else None, confidence=tuple(job.confidence))
+            for job in jobs
+        ]
 
     def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
         """Roll the cache back to what was committed, and offer that to the prefix cache."""
@@ -164,8 +168,10 @@ class DraftModelDrafter:
             # The draft model has no token that the request allows, or no finite logits; the target decides alone.
             job.num_wanted = len(draft)
             return
-        draft.append(job.noise.draw(dist, position, self._stream))
+        token = job.noise.draw(dist, position, self._stream)
+        draft.append(token)
         job.probs.append(dist)
+        job.confidence.append(top_probability(logits) if len(dist.tokens) == 1 else dist.probability(token))
 
 
 def fit_vocabulary(logits: FloatArray, vocab_size: int) -> FloatArray:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_OCCURRENCES = 64
+# Longer matches promise no more.
+MAX_MATCH_LENGTH = 32
 
 
 class _Index:
@@ -81,19 +83,28 @@ class NgramDrafter:
         """One draft per sequence: ``num_tokens[i]`` tokens, or none when nothing matches."""
         drafts = []
         for seq, num in zip(seqs, num_tokens, strict=True):
-            found = self.candidates(seq, num, 1)
-            drafts.append(Draft(found[0]) if found else Draft())
+            index = self._indexes[seq.seq_id]
+            index.extend(seq.tokens)
+            n, end = next(self._matches(index), (0, -1))
+            if not n or num < 1:
+                drafts.append(Draft())
+                continue
+            # Longer matches are believed more; how much is for those to find out who know the outcomes.
+            length = _match_length(seq.tokens, end, n)
+            drafts.append(Draft(_copy(seq.tokens, end + 1, num), confidence=(length / (length + 1.0),) * num))
         return drafts
 
     def candidates(self, seq: Sequence, num_tokens: int, limit: int) -> list[tuple[int, ...]]:
         """Up to ``limit`` distinct continuations of ``num_tokens`` tokens: longer matches first, then the more recent."""
         index = self._indexes[seq.seq_id]
         index.extend(seq.tokens)
-        distinct = dict.fromkeys(self._continuations(index, seq.tokens, num_tokens)) if limit > 1 else None
-        return list(islice(distinct or self._continuations(index, seq.tokens, num_tokens), limit))
+        if num_tokens < 1:
+            return []
+        return list(islice(dict.fromkeys(_copy(seq.tokens, end + 1, num_tokens) for _, end in self._matches(index)), limit))
 
-    def _continuations(self, index: _Index, tokens: list[int], num_tokens: int) -> Iterator[tuple[int, ...]]:
-        if not tokens or num_tokens < 1:
+    def _matches(self, index: _Index) -> Iterator[tuple[int, int]]:
+        """(n, where the present last n tokens ended before), longest first, and of equals the most recent first."""
+        if not index.num_tokens:
             return
         for n in range(self._max_n, self._min_n - 1, -1):
             previous = index.previous[n]
@@ -101,7 +112,7 @@ class NgramDrafter:
             for _ in range(MAX_OCCURRENCES):
                 if end < 0:
                     break
-                yield _copy(tokens, end + 1, num_tokens)
+                yield n, end
                 end = previous[end]
 
     def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
@@ -110,6 +121,14 @@ class NgramDrafter:
     def close(self, seq: Sequence) -> None:
         """Drop the sequence's index."""
         self._indexes.pop(seq.seq_id, None)
+
+
+def _match_length(tokens: list[int], end: int, at_least: int) -> int:
+    """How many tokens up to ``end`` equal the last ones, counted up to ``MAX_MATCH_LENGTH``."""
+    length, limit = at_least, min(MAX_MATCH_LENGTH, end + 1)
+    while length < limit and tokens[end - length] == tokens[-1 - length]:
+        length += 1
+    return length
 
 
 def _copy(tokens: list[int], start: int, num_tokens: int) -> tuple[int, ...]:

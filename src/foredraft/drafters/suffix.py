@@ -55,11 +55,12 @@ class Calibration:
 
 @dataclass
 class _Path:
-    """A draft in the making: ``score`` is the sum of path probabilities, ``buckets`` the class of each vote."""
+    """A draft in the making: ``score`` sums path probabilities, ``probs`` and ``buckets`` are those of each vote."""
 
     match_length: int = 0
     score: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
 
 
@@ -128,7 +129,7 @@ class SuffixDrafter:
         if self.shared.select(seq.tenant):
             best = self._best(self.shared, seq.tokens, num_tokens, best)
         followed.base, followed.path = len(seq.tokens), best
-        return Draft(tuple(best.tokens), score=best.score)
+        return Draft(tuple(best.tokens), score=best.score, confidence=tuple(best.probs))
 
     def _best(self, source: Statistics, tokens: list[int], num_tokens: int, best: _Path) -> _Path:
         """The better of ``best`` and the best path from ``source``; of equals the longer match."""
@@ -179,11 +180,13 @@ class SuffixDrafter:
             num_votes, ends = sum(map(len, votes.values())), votes[token]
             matched = match_length + ahead - 1
             bucket = self.calibration.bucket(source.is_own, matched, num_votes, len(ends))
-            path_prob *= self.calibration.probability(bucket, matched, num_votes, len(ends))
+            prob = self.calibration.probability(bucket, matched, num_votes, len(ends))
+            path_prob *= prob
             if path_prob < self._min_token_prob:
                 break
             path.score += path_prob
             path.tokens.append(token)
+            path.probs.append(prob)
             path.buckets.append(bucket)
         return path
 

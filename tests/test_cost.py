@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running, calibrate, interpolate, rising
+
+TIMES = PassTimes((1, 5, 17), (1.0, 1.2, 3.0), per_read=2e-4, per_score=1e-4)
+
+
+class Machine:
+    """A clock that a pass moves on; every third pass takes three times as long."""
+
+    def __init__(self, per_row: float = 0.1, first: float = 1.0, disturbed: bool = False) -> None:
+        self.now = 0.0
+        self.passes: list[tuple[int, int]] = []
+        self._per_row, self._first, self._disturbed = per_row, first, disturbed
+
+    def run(self, num_rows: int, context: int) -> None:
+        self.passes.append((num_rows, context))
+        seconds = self._first + self._per_row * num_rows + 1e-4 * context + 1e-5 * context * (num_rows - 1)
+        self.now += seconds * (3.0 if self._disturbed and len(self.passes) % 3 == 0 else 1.0)
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_calibration_does_not_find_what_passes_take(disturbed: bool) -> None:
+    machine = Machine(disturbed=disturbed)
+    times = calibrate(machine.run, max_rows=512, max_context=2048, budget=1e4, clock=lambda: machine.now)
+    for rows, context in ((1, 0), (1, 1000), (5, 64), (9, 500), (30, 100)):
+        before = machine.now
+        expected = Machine()
+        expected.run(rows, context)
+        assert times.seconds(PassWork(1, context), rows - 1) == pytest.approx(expected.now - 0.0, rel=0.02), (rows, context)
+        assert machine.now == before
+
+
+@pytest.mark.parametrize("seconds", [0.5, 5.0, 100.0])
+def test_calibration_of_a_slow_model_takes_long(seconds: float) -> None:
+    machine = Machine(first=seconds)
+    calibrate(machine.run, max_rows=512, max_context=2048, budget=1.5, clock=lambda: machine.now)
+    assert machine.now <= max(1.5 + 3 * seconds, 4.2 * seconds)
+    assert {rows for rows, _ in machine.passes[1:]} >= {1, 5}
+
+
+@pytest.mark.parametrize(("max_rows", "max_context"), [(1, 2), (1, 64), (4, 10), (5, 4096), (512, 12), (7, 7)])
+def test_calibration_oversteps_a_limit(max_rows: int, max_context: int) -> None:
+    machine = Machine()
+    calibrate(machine.run, max_rows=max_rows, max_context=max_context, budget=50.0, clock=lambda: machine.now)
+    assert all(rows <= max_rows and context >= 0 and rows + context <= max(max_context, rows) for rows, context in machine.passes)
+
+
+def test_times_are_lost_in_json() -> None:
+    assert PassTimes.from_dict(TIMES.to_dict()) == TIMES
+
+
+@pytest.mark.parametrize(("rows", "base"), [((), ()), ((1, 1), (1.0, 1.0)), ((1, 2), (2.0, 1.0)), ((1,), (0.0,)), ((1, 2), (1.0,))])
+def test_impossible_times_are_taken(rows: tuple[int, ...], base: tuple[float, ...]) -> None:
+    with pytest.raises(AssertionError):
+        PassTimes(rows, base)
+
+
+@pytest.mark.parametrize(("x", "expected"), [(0, 1.0), (1, 1.0), (3, 1.1), (5, 1.2), (11, 2.1), (17, 3.0), (29, 4.8)])
+def test_interpolation_misses_a_node_or_stops_at_the_last(x: int, expected: float) -> None:
+    assert interpolate(TIMES.rows, TIMES.base, x) == pytest.approx(expected)
+    assert interpolate((3,), (7.0,), x) == 7.0
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12))
+def test_a_risen_sequence_falls_or_loses_its_mean(values: list[float]) -> None:
+    risen = rising(values)
+    assert all(a <= b for a, b in itertools.pairwise(risen))
+    assert sum(risen) == pytest.approx(sum(values))
+    assert rising(sorted(values)) == tuple(sorted(values))
+
+
+def test_a_curve_differs_from_its_single_values() -> None:
+    cost, work = PassCost(TIMES), PassWork(3, 600)
+    assert cost.curve(work, 20) == pytest.approx([cost.seconds(work, k) for k in range(21)])
+    assert cost.curve(work, 20) == pytest.approx([TIMES.seconds(work, k) for k in range(21)])
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
+def test_a_machine_that_changes_speed_is_not_followed(factor: float) -> None:
+    cost, generator = PassCost(TIMES), random.Random(0)
+    for _ in range(400):
+        work, k = PassWork(1, generator.randint(0, 500)), generator.choice([0, 4])
+        cost.observe(work, k, factor * TIMES.seconds(work, k) * generator.lognormvariate(0.0, 0.1))
+    for k in (0, 2, 4):
+        assert cost.seconds(PassWork(1, 100), k) == pytest.approx(factor * TIMES.seconds(PassWork(1, 100), k), rel=0.2)
+    assert cost.times.at(5) == pytest.approx(factor * 1.2, rel=0.2)
+
+
+def test_a_wrong_shape_is_kept() -> None:
+    """Passes of one row take what they did, those of five are dearer than was measured."""
+    cost = PassCost(TIMES)
+    for step in range(120):
+        k = 0 if step % 20 == 0 else 4
+        cost.observe(PassWork(1, 0), k, 1.0 if k == 0 else 2.4)
+    assert cost.seconds(PassWork(1, 0), 4) / cost.seconds(PassWork(1, 0)) == pytest.approx(2.4, rel=0.25)
+
+
+def test_an_outlier_is_believed() -> None:
+    cost = PassCost(TIMES)
+    before = cost.seconds(PassWork(1, 0))
+    cost.observe(PassWork(1, 0), 0, 1000.0)
+    cost.observe(PassWork(1, 0), 0, 0.0)
+    assert cost.seconds(PassWork(1, 0)) < 1.2 * before
+
+
+def test_the_cost_of_a_draft_is_not_that_of_like_calls() -> None:
+    cost = DraftCost()
+    assert cost.seconds(1, 4) == 0.0
+    for _ in range(20):
+        cost.observe(2, 4, 1e-3)
+    assert cost.seconds(2, 4) == pytest.approx(1e-3)
+    assert cost.seconds(4, 4) == pytest.approx(2e-3) and cost.seconds(2, 9) == pytest.approx(2e-3)
+    assert 0.25e-3 <= cost.seconds(1, 1) < 1e-3
+    cost.observe(2, 4, 1.0)
+    assert cost.seconds(2, 4) < 1.5e-3, "one disturbed call"
+    cost.observe(1, 1, 5e-4)
+    assert cost.seconds(1, 1) == 5e-4
+
+
+def test_a_running_mean_forgets_at_once_or_never() -> None:
+    mean = Running(0.1)
+    for value in (1.0, 2.0, 3.0):
+        mean.add(value)
+    assert mean.mean == pytest.approx(2.0)
+    for _ in range(200):
+        mean.add(10.0)
+    assert math.isclose(mean.mean, 10.0, rel_tol=1e-6)
+    believed = Running(0.1, first=5.0, weight=9.0)
+    believed.add(0.0)
+    assert believed.mean == pytest.approx(4.5)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine_helpers import Lab, Request, draft_model, make_drafter
+from engine_helpers import Lab, LabTarget, Request, draft_model, make_drafter, related
+from exactness_requests import prompt
 from foredraft import engine
 from foredraft.drafters import draft_model as draft_model_module
 from foredraft.drafters.ngram import NgramDrafter
@@ -19,6 +20,7 @@ from foredraft.testing.enumeration import outcome_probabilities
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.types import Distribution, Draft, Drafter, SamplingParams, Sequence, TokenRules
 from foredraft.verify import RULES
+from worlds import ModelWorld
 
 
 class SampledDrafter(ScriptedDrafter):
@@ -41,7 +43,7 @@ class SampledDrafter(ScriptedDrafter):
         return drafts
 
 
-def exact_marginals(request: Request, target: TableTarget) -> dict[tuple[int, ...], float]:
+def exact_marginals(request: Request, target: LabTarget) -> dict[tuple[int, ...], float]:
     """Probability of each whole output, by the product of its rows."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
 
@@ -59,7 +61,7 @@ def exact_marginals(request: Request, target: TableTarget) -> dict[tuple[int, ..
 
 
 def enumerated_marginals(
-    request: Request, target: TableTarget, rule: str, k: int, make: Callable[[Chance], Drafter], monkeypatch: pytest.MonkeyPatch
+    request: Request, target: LabTarget, rule: str, k: int, make: Callable[[Chance], Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> dict[tuple[int, ...], float]:
     """Probability of each whole output, by running the engine once for every way that chance can fall."""
 
@@ -111,6 +113,30 @@ def test_t5_whole_runs_have_the_targets_distribution(
     found = enumerated_marginals(request, target, rule, k, lambda chance: make(chance, target, rule), monkeypatch)
     expected = exact_marginals(request, target)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
+    for tokens in found.keys() | expected.keys():
+        assert found.get(tokens, 0.0) == pytest.approx(expected.get(tokens, 0.0), abs=1e-12), tokens
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("rule", "name"), [("coupled", "scripted"), ("rejection", "scripted"), ("rejection", "draft_model"), ("block", "draft_model")]
+)
+def test_t5_whole_runs_of_the_model_have_its_distribution(
+    model_world: ModelWorld, rule: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two tokens are enough for every way that chance can fall.
+    two = model_world.ids[2:4]
+    params = SamplingParams(temperature=1.5, frequency_penalty=0.6, allowed_token_ids=two, max_tokens=3)
+    request, target = model_world.request(prompt(model_world), params), model_world.target()
+
+    def make(chance: Chance) -> Drafter:
+        if name == "draft_model":
+            return draft_model(related(target), target, rule)
+        return ScriptedDrafter(lambda tokens, num: [two[0], two[1], two[1]][:num])
+
+    found = enumerated_marginals(request, target, rule, 2, make, monkeypatch)
+    expected = exact_marginals(request, target)
+    assert len(expected) == 8 and min(expected.values()) > 1e-4, expected
     for tokens in found.keys() | expected.keys():
         assert found.get(tokens, 0.0) == pytest.approx(expected.get(tokens, 0.0), abs=1e-12), tokens
 

@@ -12,11 +12,7 @@ from engine_helpers import Lab, Outcome, draft_model, make_drafter, related, twi
 from exactness_requests import HARD, hard, params_for, prompt, tokens
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.types import RequestError, SamplingParams, Sequence, TokenRules
-from foredraft.verify import RULES
-from worlds import World, every_drafter, every_world, run_drafted
-
-every_rule = pytest.mark.parametrize("rule", RULES)
-
+from worlds import World, every_drafter, every_drafter_and_rule, every_rule, every_world, run_drafted
 
 # ------------------------------------------------------------------------------------------------ T9 to T12: shapes
 
@@ -49,7 +45,7 @@ def test_t10_draft_model_with_a_padded_or_smaller_vocabulary(world: World, rule:
         world.request((size - 1, 1), biased),
         world.request((size - 1, 1), penalised, rules=TokenRules(frozenset({size - 1, 5}))),
     ]
-    visits = [(request, k) for request in requests for k in world.choose((1, 3, 8), (1, 8))]
+    visits = [(request, k) for request in requests for k in world.choose((1, 3, 8), (8,))]
     found = run_drafted(
         world,
         visits,
@@ -63,8 +59,7 @@ def test_t10_draft_model_with_a_padded_or_smaller_vocabulary(world: World, rule:
     assert difference == -64 or sum(seq.stats.accepted_tokens for _, seq in found) > 0
 
 
-@every_rule
-@every_drafter
+@every_drafter_and_rule
 def test_t11_context_limit_reached_in_a_draft(world: World, name: str, rule: str) -> None:
     long = tokens(world, 1, 2, 3, 4, 5) * 3
     requests = [world.request(long[:num], params_for(rule, max_tokens=100)) for num in (1, 4, 9, 14, 15)]
@@ -97,8 +92,7 @@ class ChangingController:
         return [min(next(self._plan), seq.params.max_tokens - seq.num_output - 1) for seq in seqs]
 
 
-@every_drafter
-@every_rule
+@every_drafter_and_rule
 def test_t12_k_may_change_at_every_step(world: World, name: str, rule: str) -> None:
     params = params_for(rule, max_tokens=25)
     requests = [world.request(prompt(world)[:length], params, seed=length) for length in (3, 6)]
@@ -116,8 +110,7 @@ def test_t12_k_may_change_at_every_step(world: World, name: str, rule: str) -> N
 # ------------------------------------------------------------------------------------------------ T13 to T15: a long life
 
 
-@every_drafter
-@every_rule
+@every_drafter_and_rule
 def test_t13_blocks_of_cancelled_and_preempted_requests_are_clean(world: World, name: str, rule: str) -> None:
     params = params_for(rule, max_tokens=14, logprobs=1)
     requests = [world.request((*prompt(world), world.ids[i]), params, seed=i) for i in range(6)]
@@ -151,18 +144,19 @@ def test_t13_blocks_of_cancelled_and_preempted_requests_are_clean(world: World, 
 @every_rule
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_t14_draft_model_equal_to_the_target_is_always_right(world: World, rule: str, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_p=0.95, presence_penalty=0.3, max_tokens=30)
+    num = world.choose(30, 20)
+    params = SamplingParams(temperature=temperature, top_p=0.95, presence_penalty=0.3, max_tokens=num)
     ks = range(1, 9)
     found = run_drafted(world, [(world.request(prompt(world), params), k) for k in ks], "draft_twin", rule)
     for k, (_, seq) in zip(ks, found, strict=True):
         assert seq.stats.accepted_tokens == seq.stats.drafted_tokens > 0
-        assert seq.stats.target_passes == -(-30 // (k + 1))
+        assert seq.stats.target_passes == -(-num // (k + 1))
         assert set(seq.origins) <= {"accepted", "bonus", "plain"}
 
 
 @every_drafter
 def test_t15_the_second_identical_request_behaves_as_the_first(world: World, name: str) -> None:
-    for request_name, k in itertools.product(world.choose(HARD, ("greedy", "truncated", "explained")), world.choose((1, 4), (4,))):
+    for request_name, k in itertools.product(world.choose(HARD, ("truncated", "explained")), world.choose((1, 4), (4,))):
         request = hard(world, request_name)
         expected = world.expected(request)
         target = world.target()

@@ -6,7 +6,7 @@ single test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache, cached_property
@@ -33,6 +33,7 @@ from foredraft.loader import Checkpoint, Detokenizer, load_checkpoint
 from foredraft.target import ModelTarget
 from foredraft.testing.toy import TableTarget
 from foredraft.types import Drafter, FloatArray, PassOutput, Rows, SamplingParams, Sequence, TokenRules
+from foredraft.verify import RULES
 
 T = TypeVar("T")
 Visit = tuple[Request, int]
@@ -40,11 +41,33 @@ Visit = tuple[Request, int]
 # Drafters under test; on the model those that differ in kind: an oracle that errs, statistics of two kinds, and a second copy.
 NAMES = {"toy": DRAFTERS, "smollm2": ("wrong_at_2", "ngram", "suffix", "draft_model")}
 _MARKS = {"toy": (), "smollm2": (pytest.mark.model,)}
+
+
+def _tries(world: str, name: str, rule: str) -> bool:
+    """Drafts without probabilities are judged by ``block`` as by ``rejection``, and by that all alike."""
+    return world == "toy" or rule == "coupled" or name == "draft_model" or (name, rule) == ("wrong_at_2", "rejection")
+
+
+def _combinations(rules: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(world, name, rule, marks=_MARKS[world])
+        for world, names in NAMES.items()
+        for name in names
+        for rule in rules
+        if _tries(world, name, rule)
+    ]
+
+
 every_world = pytest.mark.parametrize("world", [pytest.param(name, marks=marks) for name, marks in _MARKS.items()], indirect=True)
 every_drafter = pytest.mark.parametrize(
     ("world", "name"),
     [pytest.param(world, name, marks=_MARKS[world]) for world, names in NAMES.items() for name in names],
     indirect=["world"],
+)
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_drafter_and_rule = pytest.mark.parametrize(("world", "name", "rule"), _combinations(RULES), indirect=["world"])
+every_drafter_and_other_rule = pytest.mark.parametrize(
+    ("world", "name", "rule"), _combinations(rule for rule in RULES if rule != "coupled"), indirect=["world"]
 )
 
 
@@ -208,7 +231,7 @@ class ModelWorld:
     Expected is what plain decoding gives; that this follows the definition is a test by itself.
     """
 
-    length = 14
+    length = 12
     batch = 9
     wide: dict[str, int] = {}  # noqa: RUF012 - as the protocol has it
     # By block size, so that exactness across numbers of threads is part of every comparison.

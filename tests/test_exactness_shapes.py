@@ -116,7 +116,7 @@ def test_t13_blocks_of_cancelled_and_preempted_requests_are_clean(world: World, 
     requests = [world.request((*prompt(world), world.ids[i]), params, seed=i) for i in range(6)]
     wanted = [world.expected(request) for request in requests]
     answers = [request.prompt + outcome.tokens for request, outcome in zip(requests, wanted, strict=True)]
-    for k, steps_before_cancel in world.choose(tuple(itertools.product((0, 2, 8), (0, 1, 2, 4))), ((2, 2),)):
+    for k, steps_before_cancel in world.choose(tuple(itertools.product((0, 2, 8), (0, 1, 2, 4))), ((3, 2),)):
         target = world.target(num_blocks=8, block_size=3)
         lab = Lab({"drafter": make_drafter(name, target, answers, rule)}, rule, target=target)
         seqs = [request.sequence("drafter", k, i) for i, request in enumerate(requests)]

@@ -73,7 +73,8 @@ _REPEATS: Mapping[str, Callable[[World], dict[str, object]]] = {
     "presence_penalty": lambda world: {"presence_penalty": 2.0},
     "frequency_penalty": lambda world: {"frequency_penalty": 2.0},
     "logit_bias": lambda world: {"logit_bias": {world.ids[2]: 5.0}},
-    "min_tokens": lambda world: {"min_tokens": 7, "stop_token_ids": tokens(world, 1, 2, 3)},
+    # The bias makes a stop follow as soon as one may.
+    "min_tokens": lambda world: {"min_tokens": 7, "stop_token_ids": tokens(world, 1, 2, 3), "logit_bias": {world.ids[2]: 30.0}},
     "bad_words": lambda world: {},
 }
 REPEATS = tuple(_REPEATS)

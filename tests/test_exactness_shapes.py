@@ -141,6 +141,18 @@ def test_t13_blocks_of_cancelled_and_preempted_requests_are_clean(world: World, 
 
 
 @every_world
+def test_t13_a_block_of_the_same_tokens_behind_another_prefix_is_taken_for_its_own(world: World) -> None:
+    one, other, end = tokens(world, 1, 2, 3, 4), tokens(world, 5, 6, 7, 3), tokens(world, 1)
+    params = SamplingParams(max_tokens=8, logprobs=1)
+    requests = [world.request(which + end, params) for which in (one + other, other + one, one + one, one + other)]
+    wanted = [world.expected(request) for request in requests]
+    lab = Lab({"ngram": NgramDrafter(1, 3)}, target=world.target(block_size=4))
+    assert [lab.run(request.sequence("ngram", 3, i))[0] for i, request in enumerate(requests)] == wanted
+    # The first block of the third request, and both of the fourth.
+    assert lab.kv.num_hit_tokens == 3 * 4
+
+
+@every_world
 @every_rule
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_t14_draft_model_equal_to_the_target_is_always_right(world: World, rule: str, temperature: float) -> None:

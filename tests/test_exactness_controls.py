@@ -11,8 +11,10 @@ import torch
 
 from engine_helpers import Lab, LabTarget, Outcome, Request, plain, scripted
 from exactness_requests import prompt
-from foredraft import drafters, kv_cache
+from foredraft import kv_cache
 from foredraft.config import SpeculativeConfig
+from foredraft.drafters import registry
+from foredraft.drafters.context import DrafterContext
 from foredraft.sampling import Chance
 from foredraft.types import ConfigError, Draft, FloatArray, PassOutput, RequestError, Rows, SamplingParams, Verdict
 from foredraft.verify import RowDistribution, Rule, coupled
@@ -73,7 +75,9 @@ def test_t16_values_of_a_wrong_type_are_refused(options: dict[str, object], mess
 )
 def test_t16_speculation_that_cannot_be_honoured_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        drafters.registry.create(SpeculativeConfig.parse(options), drafters.context.DrafterContext(8, 128))
+        config = SpeculativeConfig.parse(options)
+        for name in registry.members(config):
+            registry.create(name, config, DrafterContext(8, 128))
 
 
 # ------------------------------------------------------------------------------------------------ negative controls

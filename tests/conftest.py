@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 from foredraft.kv_cache import KVCache
+from worlds import ModelWorld, ToyWorld, World
 
 # Derandomised, so that a green run is green again; no deadline, since timing never decides a test.
 settings.register_profile("foredraft", deadline=None, derandomize=True)
@@ -53,3 +54,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_world() -> ModelWorld:
+    return ModelWorld()
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    if request.param == "toy":
+        return ToyWorld()
+    model: World = request.getfixturevalue("model_world")
+    return model

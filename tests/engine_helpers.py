@@ -1,4 +1,4 @@
-"""Engines on a table target, requests to run on them, and what must come out.
+"""Engines on a small target, requests to run on them, and what must come out.
 
 Owns: the reference (a loop that knows no engine), the drafters under test, and the comparison.  Does not know: any single test.
 """
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Protocol, cast
 
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes
@@ -17,9 +18,11 @@ from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.engine import Emission, Engine
+from foredraft.kv_cache import KVCache
+from foredraft.loader import Detokenizer
 from foredraft.sampling import STREAM_TARGET, PositionNoise, distribution, token_logprobs
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
-from foredraft.types import Clock, Drafter, SamplingParams, Sequence, TokenLogprobs, TokenRules
+from foredraft.types import Clock, Drafter, FloatArray, SamplingParams, Sequence, Target, TextSink, TokenLogprobs, TokenRules
 from foredraft.verify import RULES, Rule
 
 Tokens = tuple[int, ...]
@@ -47,6 +50,10 @@ class LetterSink:
         return next((word for word in self._stop if may_stop and self.text.endswith(word)), None)
 
 
+def letter_sink(prompt: Seq[int], params: SamplingParams) -> TextSink:
+    return LetterSink(params.stop)
+
+
 @dataclass(frozen=True)
 class Request:
     """What a sequence is made of, as often as needed."""
@@ -57,6 +64,7 @@ class Request:
     sample_index: int = 0
     rules: TokenRules = field(default_factory=TokenRules)
     tenant: str = ""
+    make_sink: Callable[[Seq[int], SamplingParams], TextSink] = field(default=letter_sink, repr=False)
 
     def sequence(self, drafter: str = "none", num_speculative_tokens: int = 0, seq_id: int = 0, adaptive: bool = False) -> Sequence:
         """``drafter`` may name several, joined by a plus sign."""
@@ -68,7 +76,7 @@ class Request:
             self.seed,
             self.sample_index,
             self.rules,
-            LetterSink(self.params.stop),
+            self.make_sink(self.prompt, self.params),
             self.tenant,
             () if drafter == "none" else tuple(drafter.split("+")),
             num_speculative_tokens,
@@ -93,32 +101,51 @@ class Outcome:
 
     @classmethod
     def of(cls, seq: Sequence) -> Outcome:
-        assert isinstance(seq.sink, LetterSink)
         tokens = tuple(seq.tokens[seq.num_prompt :])
         assert all(type(token) is int for token in tokens), tokens
-        return cls(tokens, seq.finish_reason, seq.stop_reason, tuple(seq.logprobs), tuple(seq.prompt_logprobs), seq.sink.text)
+        return cls(tokens, seq.finish_reason, seq.stop_reason, tuple(seq.logprobs), tuple(seq.prompt_logprobs), text_in(seq))
+
+
+def text_in(seq: Sequence) -> str:
+    assert isinstance(seq.sink, LetterSink | Detokenizer), seq.sink
+    return seq.sink.text
+
+
+class LabTarget(Target, Protocol):
+    """A target that says how large its cache is, and what the definition of a row is."""
+
+    block_size: int
+
+    def row(self, context: list[int]) -> FloatArray:
+        """Logits of the token after ``context``, without a cache, float32 [vocab_size]."""
+        ...
+
+    def kv_cache(self, prefix_caching: bool = True) -> KVCache:
+        """A block account that fits."""
+        ...
 
 
 class Lab:
-    """An engine on a table target; every step checks the block account, and every end that all blocks came back."""
+    """An engine on such a target; every step checks the block account, and every end that all blocks came back."""
 
     def __init__(
         self,
         drafters: Mapping[str, Drafter] | None = None,
         rule: str | Rule = "coupled",
         *,
-        target: TableTarget | None = None,
+        target: LabTarget | None = None,
         prefix_caching: bool = True,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 128,
         clock: Clock = time.perf_counter,
         controller: Controller | None = None,
     ) -> None:
-        self.target = target or TableTarget()
+        self.target: LabTarget = target or TableTarget()
         self.kv = self.target.kv_cache(prefix_caching)
         self.drafters = dict(drafters or {})
         self.controller = controller or Controller(PassTimes.unknown())
         self.emissions: list[Emission] = []
+        self.streamed: dict[int, str] = {}
         self.engine = Engine(
             self.target,
             self.kv,
@@ -133,6 +160,10 @@ class Lab:
     def step(self) -> list[Emission]:
         emissions = self.engine.step()
         self.emissions += emissions
+        for seq in (emission.seq for emission in emissions):
+            if isinstance(seq.sink, Detokenizer):
+                delta = seq.sink.take_delta(final=seq.finish_reason is not None)
+                self.streamed[seq.seq_id] = self.streamed.get(seq.seq_id, "") + delta
         self.kv.check_integrity()
         for drafter in self.drafters.values():
             if isinstance(drafter, DraftModelDrafter):
@@ -153,20 +184,22 @@ class Lab:
 
     def run(self, *seqs: Sequence) -> list[Outcome]:
         for seq in seqs:
+            self.streamed.pop(seq.seq_id, None)
             self.engine.add(seq)
         self.finish()
         for seq in seqs:
             streamed = [token for emission in self.emissions if emission.seq is seq for token in emission.tokens]
             assert streamed == seq.tokens[seq.num_prompt :], "streamed tokens differ from the final ones"
+            assert self.streamed.get(seq.seq_id, text_in(seq)) == text_in(seq), "streamed text differs from the final one"
         return [Outcome.of(seq) for seq in seqs]
 
 
-def plain(request: Request, target: TableTarget | None = None) -> Outcome:
+def plain(request: Request, target: LabTarget | None = None) -> Outcome:
     """The request decoded alone and plainly in a fresh engine."""
     return Lab(target=target).run(request.sequence())[0]
 
 
-def reference(request: Request, target: TableTarget) -> Outcome:
+def reference(request: Request, target: LabTarget) -> Outcome:
     """The request decoded by the definition, without an engine, a cache or a verification rule."""
     params, seq = request.params, request.sequence()
     noise = PositionNoise(request.seed, request.sample_index)
@@ -183,7 +216,7 @@ def reference(request: Request, target: TableTarget) -> Outcome:
         if params.logprobs is not None:
             logprobs.append(token_logprobs(logits, token, params.logprobs))
         seq.tokens.append(token)
-        assert isinstance(seq.sink, LetterSink)
+        assert seq.sink is not None
         word = seq.sink.push(token, may_stop=seq.num_output >= params.min_tokens)
         may_end = seq.num_output > params.min_tokens
         if may_end and token in request.rules.eos_ids and not params.ignore_eos:
@@ -195,8 +228,7 @@ def reference(request: Request, target: TableTarget) -> Outcome:
         elif seq.num_output == params.max_tokens or len(seq.tokens) == target.max_model_len:
             finish = "length"
     tokens = tuple(seq.tokens[seq.num_prompt :])
-    assert isinstance(seq.sink, LetterSink)
-    return Outcome(tokens, finish, stop, tuple(logprobs), tuple(prompt_logprobs), seq.sink.text)
+    return Outcome(tokens, finish, stop, tuple(logprobs), tuple(prompt_logprobs), text_in(seq))
 
 
 # ------------------------------------------------------------------------------------------------ drafters
@@ -234,9 +266,7 @@ def scripted(name: str, answers: Iterable[Seq[int]], vocab_size: int = 8, hidden
     return ScriptedDrafter(script, hidden_layers)
 
 
-def draft_model(
-    draft: TableTarget, target: TableTarget, rule: str = "coupled", max_num_batched_tokens: int = 128
-) -> DraftModelDrafter:
+def draft_model(draft: LabTarget, target: LabTarget, rule: str = "coupled", max_num_batched_tokens: int = 128) -> DraftModelDrafter:
     stream, with_probs = draws_for(rule)
     return DraftModelDrafter(
         draft,
@@ -254,21 +284,39 @@ def suffix(min_token_prob: float = 0.0) -> SuffixDrafter:
     )
 
 
-def make_drafter(name: str, target: TableTarget, answers: Iterable[Seq[int]], rule: str = "coupled") -> Drafter:
+def make_drafter(name: str, target: LabTarget, answers: Iterable[Seq[int]], rule: str = "coupled") -> Drafter:
     """A fresh drafter of ``DRAFTERS`` that serves ``target``; ``answers`` are the streams that scripted ones know."""
     if name == "ngram":
         return NgramDrafter(1, 3)
     if name == "suffix":
         return suffix()
     if name == "draft_twin":
-        return draft_model(TableTarget(vocab_size=target.vocab_size, max_model_len=target.max_model_len), target, rule)
+        return draft_model(twin(target), target, rule)
     if name == "draft_model":
         return draft_model(related(target), target, rule, max_num_batched_tokens=5)
     return scripted(name, answers, target.vocab_size)
 
 
-def related(target: TableTarget, **options: int) -> TableTarget:
+class HasRelatives(LabTarget, Protocol):
+    """A target that knows its own draft models."""
+
+    def twin(self, num_blocks: int = ..., block_size: int = ..., **options: int) -> LabTarget: ...
+
+    def related(self, **options: int) -> LabTarget: ...
+
+
+def twin(target: LabTarget, num_blocks: int = 64, block_size: int = 4, **options: int) -> LabTarget:
+    """A draft model equal to the target, with a cache of its own."""
+    if not isinstance(target, TableTarget):
+        return cast(HasRelatives, target).twin(num_blocks, block_size, **options)
+    sizes = {"vocab_size": target.vocab_size, "max_model_len": target.max_model_len} | options
+    return TableTarget(num_blocks, block_size, **sizes)
+
+
+def related(target: LabTarget, **options: int) -> LabTarget:
     """A draft model that is often right: the target's table by pairs, its own by checksum, few and odd-sized blocks."""
+    if not isinstance(target, TableTarget):
+        return cast(HasRelatives, target).related(**options)
     sizes = {"vocab_size": target.vocab_size, "max_model_len": target.max_model_len} | options
     draft = TableTarget(40, 3, seed=1, **sizes)
     num = min(draft.vocab_size, target.vocab_size)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine_helpers import Lab, Request, draft_model, make_drafter
+from engine_helpers import Lab, LabTarget, Request, draft_model, make_drafter, related
+from exactness_requests import prompt
 from foredraft import engine
 from foredraft.drafters import draft_model as draft_model_module
 from foredraft.drafters.ngram import NgramDrafter
@@ -19,6 +20,7 @@ from foredraft.testing.enumeration import outcome_probabilities
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.types import Distribution, Draft, Drafter, SamplingParams, Sequence, TokenRules
 from foredraft.verify import RULES
+from worlds import ModelWorld
 
 
 class SampledDrafter(ScriptedDrafter):
@@ -41,7 +43,7 @@ class SampledDrafter(ScriptedDrafter):
         return drafts
 
 
-def exact_marginals(request: Request, target: TableTarget) -> dict[tuple[int, ...], float]:
+def exact_marginals(request: Request, target: LabTarget) -> dict[tuple[int, ...], float]:
     """Probability of each whole output, by the product of its rows."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
 
@@ -59,7 +61,7 @@ def exact_marginals(request: Request, target: TableTarget) -> dict[tuple[int, ..
 
 
 def enumerated_marginals(
-    request: Request, target: TableTarget, rule: str, k: int, make: Callable[[Chance], Drafter], monkeypatch: pytest.MonkeyPatch
+    request: Request, target: LabTarget, rule: str, k: int, make: Callable[[Chance], Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> dict[tuple[int, ...], float]:
     """Probability of each whole output, by running the engine once for every way that chance can fall."""
 
@@ -115,6 +117,36 @@ def test_t5_whole_runs_have_the_targets_distribution(
         assert found.get(tokens, 0.0) == pytest.approx(expected.get(tokens, 0.0), abs=1e-12), tokens
 
 
+def model_marginals(
+    world: ModelWorld, rule: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]:
+    """What whole runs of the demo model yield, and what they should; of two tokens, so that every fall of chance can be run."""
+    two = world.ids[2:4]
+    params = SamplingParams(temperature=1.5, frequency_penalty=0.6, allowed_token_ids=two, max_tokens=3)
+    # Eight tokens: the draft model errs in the row after them, and is right in the next.
+    request, target = world.request(prompt(world) + two, params), world.target()
+
+    def make(chance: Chance) -> Drafter:
+        if name == "draft_model":
+            return draft_model(related(target), target, rule)
+        return ScriptedDrafter(lambda tokens, num: [two[0], two[1], two[1]][:num])
+
+    return enumerated_marginals(request, target, rule, 2, make, monkeypatch), exact_marginals(request, target)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("rule", "name"), [("coupled", "scripted"), ("rejection", "scripted"), ("rejection", "draft_model"), ("block", "draft_model")]
+)
+def test_t5_whole_runs_of_the_model_have_its_distribution(
+    model_world: ModelWorld, rule: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, expected = model_marginals(model_world, rule, name, monkeypatch)
+    assert len(expected) == 8 and min(expected.values()) > 1e-4, expected
+    for tokens in found.keys() | expected.keys():
+        assert found.get(tokens, 0.0) == pytest.approx(expected.get(tokens, 0.0), abs=1e-12), tokens
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", ["draft_model", "ngram"])
 def test_t5_own_noise_has_the_targets_distribution(rule: str, name: str) -> None:
@@ -137,11 +169,12 @@ def test_t5_own_noise_has_the_targets_distribution(rule: str, name: str) -> None
     assert chi_square < degrees + 4.5 * (2 * degrees) ** 0.5, f"chi-square {chi_square:.1f} with {degrees} degrees of freedom"
 
 
-def test_a_wrong_verifier_is_found_out_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The bias that shipped elsewhere: after a rejection, draw from the target instead of from the residual.
-    def no_residual(target: Distribution, target_mass: object, draft: Draft, i: int) -> Distribution:
-        return target
+# The bias that shipped elsewhere: after a rejection, draw from the target instead of from the residual.
+def no_residual(target: Distribution, target_mass: object, draft: Draft, i: int) -> Distribution:
+    return target
 
+
+def test_a_wrong_verifier_is_found_out_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.verify._residual", no_residual)
     target = TableTarget(vocab_size=3, spread=0.8)
     request = Request((0, 1, 0), SamplingParams(max_tokens=2))
@@ -149,4 +182,14 @@ def test_a_wrong_verifier_is_found_out_by_enumeration(monkeypatch: pytest.Monkey
         request, target, "rejection", 1, lambda chance: SampledDrafter(chance, TableTarget(vocab_size=3, seed=9)), monkeypatch
     )
     expected = exact_marginals(request, target)
+    assert max(abs(found[tokens] - expected[tokens]) for tokens in expected) > 1e-3
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("rule", "name"), [("rejection", "scripted"), ("rejection", "draft_model"), ("block", "draft_model")])
+def test_a_wrong_verifier_is_found_out_by_enumeration_of_the_model(
+    model_world: ModelWorld, rule: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.verify._residual", no_residual)
+    found, expected = model_marginals(model_world, rule, name, monkeypatch)
     assert max(abs(found[tokens] - expected[tokens]) for tokens in expected) > 1e-3

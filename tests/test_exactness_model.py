@@ -1,4 +1,7 @@
-"""The exactness matrix on the demo model with native ops: equality is absolute, log-probabilities included."""
+"""Random requests and long answers on the demo model with native ops: equality is absolute, log-probabilities included.
+
+The matrix of named cases is in test_exactness.py and test_exactness_shapes.py.
+"""
 
 from __future__ import annotations
 

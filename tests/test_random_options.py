@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ class Visit:
     patience: int | None
     drafter: str
     ks: tuple[int, ...]
+    adaptive: bool
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,9 @@ visits = st.builds(
     request=requests,
     arrival=st.integers(0, 8),
     patience=st.one_of(st.none(), st.none(), st.integers(0, 6)),
-    drafter=st.sampled_from(NAMES),
+    drafter=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).map("+".join),
     ks=st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple),
+    adaptive=st.booleans(),
 )
 
 
@@ -132,14 +135,15 @@ def drafter_named(name: str, target: TableTarget, answers: list[tuple[int, ...]]
 @given(house=houses, guests=st.lists(visits, min_size=1, max_size=6))
 def test_everyone_receives_what_he_receives_alone(house: House, guests: list[Visit]) -> None:
     if house.rule != "coupled":
-        guests = [Visit(g.request.but(temperature=0.0), g.arrival, g.patience, g.drafter, g.ks) for g in guests]
+        guests = [replace(guest, request=guest.request.but(temperature=0.0)) for guest in guests]
     lengths = [min(len(guest.request.prompt) + guest.request.params.max_tokens, house.max_model_len) for guest in guests]
     num_blocks = -(-(max(lengths) - 1) // house.block_size)
     alone = [plain(guest.request, house.target(num_blocks)) for guest in guests]
     answers = [guest.request.prompt + outcome.tokens for guest, outcome in zip(guests, alone, strict=True)]
 
     target = house.target(num_blocks + house.num_spare_blocks)
-    drafters = {name: drafter_named(name, target, answers, house.rule) for name in dict.fromkeys(guest.drafter for guest in guests)}
+    names = dict.fromkeys(name for guest in guests for name in guest.drafter.split("+") if name != "none")
+    drafters = {name: drafter_named(name, target, answers, house.rule) for name in names}
     lab = Lab(
         drafters,
         house.rule,
@@ -147,8 +151,10 @@ def test_everyone_receives_what_he_receives_alone(house: House, guests: list[Vis
         prefix_caching=house.prefix_caching,
         max_num_seqs=house.max_num_seqs,
         max_num_batched_tokens=house.max_num_seqs + house.num_spare_rows,
+        # A clock that only counts: what an adaptive request drafts depends on time, and a failure must come again.
+        clock=count(0.0, 1e-4).__next__,
     )
-    seqs = [guest.request.sequence(guest.drafter, guest.ks[0], i) for i, guest in enumerate(guests)]
+    seqs = [guest.request.sequence(guest.drafter, guest.ks[0], i, guest.adaptive) for i, guest in enumerate(guests)]
     cancelled = set()
     for step in range(16):
         for i, (guest, seq) in enumerate(zip(guests, seqs, strict=True)):

@@ -48,6 +48,12 @@ class _Job:
     probs: list[Distribution] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
 
+    def result(self, with_probs: bool) -> Draft:
+        """What was drafted; its probabilities only where the rule weighs them."""
+        if not self.state.draft:
+            return Draft()
+        return Draft(tuple(self.state.draft), tuple(self.probs) if with_probs else None, confidence=tuple(self.confidence))
+
 
 class DraftModelDrafter:
     """Drafts with ``target``, a small model behind the same interface as the large one.
@@ -92,10 +98,7 @@ class DraftModelDrafter:
             for job, logits in zip(pending, self._compute(pending), strict=True):
                 self._draw(job, logits)
             pending = [job for job in pending if len(job.state.draft) < job.num_wanted]
-        return [
-            Draft(tuple(job.state.draft), tuple(job.probs) if self._with_probs else None, confidence=tuple(job.confidence))
-            for job in jobs
-        ]
+        return [job.result(self._with_probs) for job in jobs]
 
     def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
         """Roll the cache back to what was committed, and offer that to the prefix cache."""

@@ -60,7 +60,7 @@ class FakeLLM:
     def open(self, model: str, **options: Any) -> FakeLLM:
         """In place of ``load_llm``; refuses the options that LLM refuses."""
         self.options = {"model": model, **options}
-        config = {name: value for name, value in options.items() if name not in ("speculative_config", "progress")}
+        config = {name: value for name, value in options.items() if name not in ("speculative_config", "progress", "trace")}
         self.config = EngineConfig.from_dict(config)
         self.speculative_config = SpeculativeConfig.parse(options.get("speculative_config"))
         self.checkpoint = SimpleNamespace(tokenizer=ByteTokenizer(self.has_chat_template))

@@ -189,6 +189,19 @@ def test_every_option_reaches_the_engine(run: Run) -> None:
     assert llm.options == {"model": "m", "speculative_config": NGRAM, **given, "kv_cache_memory": 2**20}
 
 
+def test_a_trace_is_not_written_or_its_file_not_checked(run: Run, tmp_path: Path) -> None:
+    class Deciding(FakeLLM):
+        def chat_prompt(self, conversation: Any) -> list[int]:
+            self.options["trace"]({"step": 1, "num_tokens": [2]})
+            return super().chat_prompt(conversation)
+
+    path = tmp_path / "trace.jsonl"
+    assert run(Deciding(), "generate", "m", "hello", "--chat", "--trace", str(path))[0] == 0
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "num_tokens": [2]}]
+    code, _, err = run(FakeLLM(), "generate", "m", "hello", "--trace", str(tmp_path / "no" / "trace"))
+    assert code == 2 and "the trace" in err and "cannot be written" in err and err.count("\n") == 1
+
+
 def test_chat_puts_the_prompt_and_the_system_message_through_the_template(run: Run) -> None:
     llm = FakeLLM()
     run(llm, "generate", "m", "hello", "--chat", "--system", "Be brief.")

@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
 def run_demo(drafted: Passes = DRAFTED, plain: Passes = PLAIN, **options: Any) -> tuple[int, str, FakeLLM]:
     out = io.StringIO()
-    llm = FakeLLM(answers_by_method={"none": plain, "ngram": drafted}, **options)
+    llm = FakeLLM(answers_by_method={"none": plain, "auto": drafted}, **options)
     code = demo.run("m", cast(Any, llm.open), out)
     return code, out.getvalue(), llm
 
@@ -80,7 +80,7 @@ def test_a_model_without_a_chat_template_gets_the_prompt_as_text() -> None:
 
 
 def test_the_command_passes_the_exit_code_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "load_llm", FakeLLM(answers_by_method={"none": PLAIN, "ngram": DRAFTED[:2]}).open)
+    monkeypatch.setattr(cli, "load_llm", FakeLLM(answers_by_method={"none": PLAIN, "auto": DRAFTED[:2]}).open)
     assert cli.main(["demo"]) == 1
     assert "identical: NO" in capsys.readouterr().out
 

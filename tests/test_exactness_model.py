@@ -92,7 +92,11 @@ def requests(draw: st.DrawFn) -> tuple[list[str], list[SamplingParams], list[dic
     num = draw(st.integers(1, 5))
     prompts = [draw(st.sampled_from(PROMPTS)) * draw(st.sampled_from([1, 1, 3])) for _ in range(num)]
     overrides = [
-        {"method": draw(st.sampled_from(["none", "ngram", "suffix"])), "num_speculative_tokens": draw(st.integers(0, 8))}
+        {
+            "method": draw(st.sampled_from(["none", "ngram", "suffix", "auto"])),
+            "num_speculative_tokens": draw(st.integers(0, 8)),
+            "adaptive": draw(st.booleans()),
+        }
         for _ in range(num)
     ]
     return prompts, [draw(sampling_params()) for _ in range(num)], overrides

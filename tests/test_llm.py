@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from foredraft import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from foredraft.controller import replay_decision
 from model_helpers import PROMPTS, reference_logits
 
 pytestmark = pytest.mark.model
@@ -202,3 +204,13 @@ def test_overhead_is_counted_into_no_phase(llm: LLM, chats: list[list[int]]) -> 
     output = llm.generate([chats[0]], GREEDY)[0]
     spent = sum(output.metrics.speculation.milliseconds.values()) / 1e3
     assert 0.5 * output.metrics.latency < spent <= output.metrics.latency
+
+
+def test_a_trace_does_not_lead_to_the_decisions_that_were_made(chats: list[list[int]]) -> None:
+    lines: list[str] = []
+    llm = LLM("smollm2-135m", device="cpu", max_model_len=512, trace=lambda decision: lines.append(json.dumps(decision)))
+    prompt = llm.chat_prompt([{"role": "user", "content": "Repeat five times: one two three four five six seven eight"}])
+    output = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]
+    decisions = [json.loads(line) for line in lines]
+    assert decisions and all(replay_decision(decision) == decision["num_tokens"] for decision in decisions)
+    assert sum(sum(decision["num_tokens"]) for decision in decisions) == output.metrics.speculation.drafted_tokens

@@ -11,7 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -165,6 +166,26 @@ def engine_options(
     return given(device=device, dtype=dtype, ops=ops, threads=threads, max_model_len=max_model_len, kv_cache_memory=num_bytes)
 
 
+@contextmanager
+def open_trace(path: Path | None) -> Iterator[dict[str, Any]]:
+    """The option ``trace`` of an LLM that writes its decisions to ``path``, line by line; nothing for None.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        yield {}
+        return
+    try:
+        lines = path.open("w", encoding="utf-8")
+    except OSError as error:
+        from foredraft.types import ConfigError
+
+        raise ConfigError(f"the trace {path} cannot be written ({error.strerror}); give another file.") from error
+    with lines:
+        yield {"trace": lambda decision: lines.write(json.dumps(decision) + "\n")}
+
+
 # ------------------------------------------------------------------------------------------------ generate
 
 
@@ -187,6 +208,9 @@ def generate(
     speculative_config: Speculative = None,
     show_drafts: ShowDrafts = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write each decision of the controller here, one line of JSON each.")
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     ops: Ops = None,
@@ -208,7 +232,14 @@ def generate(
     engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory)
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
-    llm = load_llm(model, speculative_config=speculative_config, **engine)
+    with open_trace(trace) as tracing:
+        llm = load_llm(model, speculative_config=speculative_config, **engine, **tracing)
+        _generate(llm, model, prompt, system, params, chat, as_json, show_drafts)
+
+
+def _generate(
+    llm: LLM, model: str, prompt: str, system: str | None, params: SamplingParams, chat: bool, as_json: bool, show_drafts: bool
+) -> None:
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": prompt}]
     request = llm.chat_prompt(messages) if chat else prompt
     if as_json:

@@ -27,6 +27,7 @@ ORDER = (
     "verify",
     "cost",
     "planner",
+    "replay",
     "acceptance",
     "controller",
     "memory",

@@ -65,8 +65,10 @@ def dims_of(architecture: Architecture, name: str) -> ModelDims:
     )
 
 
-def dims_from_config(path: str) -> ModelDims:
+def dims_from_config(path: str, name: str | None = None) -> ModelDims:
     """The sizes in a Hugging Face ``config.json``, of any dense decoder with grouped-query attention and a gated MLP.
+
+    ``name`` None takes the path.
 
     Raises:
         ModelFileError: unreadable, or a size is missing or senseless.
@@ -91,7 +93,7 @@ def dims_from_config(path: str) -> ModelDims:
     head_dim = fields.size("head_dim", max(1, hidden // heads))
     context = fields.size("max_position_embeddings") if values.get("max_position_embeddings") is not None else None
     return _dims(
-        name=path,
+        name=path if name is None else name,
         num_layers=fields.size("num_hidden_layers"),
         hidden=hidden,
         intermediate=fields.size("intermediate_size"),

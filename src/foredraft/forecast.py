@@ -3,9 +3,9 @@
 Owns: the best K, its speed-up with an interval, the batch where the gain fades, and the division of memory.  Does not know: where
 acceptance or seconds come from, or how they are shown.
 
-A step with K draft tokens takes K draft passes, the drafter's own time, a target pass of ``batch * (1 + draft rows)`` rows, and what
-each emitted token takes outside of passes.  Its speed-up is its tokens times the seconds of a plain step over its own seconds
-(Leviathan et al., 2211.17192, section 3.3, with rows that need not be free).
+A step with K draft tokens takes K draft passes, the drafter's own time, a target pass of ``batch * (1 + draft rows)`` rows, and
+what each emitted token takes outside of passes.  Its speed-up is its tokens times the seconds of a plain step over its own
+seconds (Leviathan et al., 2211.17192, section 3.3, with rows that need not be free).
 """
 
 from __future__ import annotations

@@ -83,6 +83,21 @@ class Replay:
                 hits[i] += i < one.num_accepted
         return [hit / trial if trial else 0.0 for hit, trial in zip(hits, trials, strict=True)]
 
+    def truncated(self, num_tokens: int) -> Replay:
+        """The same passes as if no draft had had more than ``num_tokens`` tokens.
+
+        With shorter drafts other passes would have followed; where acceptance does not depend on where a pass begins, as with a
+        draft model, the figures are the same.
+        """
+        cut = [(min(one.num_drafted, num_tokens), min(one.num_accepted, num_tokens), one) for one in self.passes]
+        return Replay(
+            num_tokens,
+            tuple(
+                ReplayedPass(drafted, accepted, min(one.num_emitted, accepted + 1), one.propose_seconds)
+                for drafted, accepted, one in cut
+            ),
+        )
+
 
 def replay(
     drafter: Drafter,

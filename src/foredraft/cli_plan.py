@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from foredraft.plan_options import PlanOptions
 
 
 def plan(
@@ -48,11 +51,7 @@ def plan(
 
     Without a word on acceptance, MODEL answers a few prompts here, or a table by acceptance is printed.
     """
-    from foredraft.plan import run_plan
     from foredraft.plan_options import PlanOptions
-    from foredraft.plan_table import format_plan
-    from foredraft.terminal import note, open_llm
-    from foredraft.types import ConfigError
 
     ceiling = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
     options = PlanOptions(
@@ -72,6 +71,15 @@ def plan(
         emit=emit,
         **ceiling,
     )
+    _run(options, json_file)
+
+
+def _run(options: PlanOptions, json_file: Path | None) -> None:
+    from foredraft.plan import run_plan
+    from foredraft.plan_table import format_plan
+    from foredraft.terminal import note, open_llm
+    from foredraft.types import ConfigError
+
     if json_file is not None and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):
         raise ConfigError(f"--json must name a file in a folder that can be written to, not {str(json_file)!r}; choose another.")
     result = run_plan(options, note, open_llm)

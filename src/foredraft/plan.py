@@ -71,9 +71,15 @@ def _computed_setting(options: PlanOptions, report: Report) -> Setting:
     return computed(options, target, draft, methods, notes)
 
 
-def _memory(setting: Setting) -> list[MemoryTable]:
+def _assumed(options: PlanOptions, alpha: float) -> Method:
+    """The method that a plan without a word on acceptance is about."""
+    name = "draft_model" if options.has_draft else "ngram"
+    return with_alpha(name, alpha, options.num_speculative_tokens, runs_model=options.has_draft)
+
+
+def _memory(options: PlanOptions, setting: Setting) -> list[MemoryTable]:
     tables = []
-    for method in (None, *setting.methods):
+    for method in (None, *(setting.methods or [_assumed(options, 0.5)])):
         target, draft = setting.token_bytes
         per_token = target + (draft if method is not None and method.runs_model else 0.0)
         name = "none" if method is None else method.name
@@ -85,10 +91,13 @@ def _memory(setting: Setting) -> list[MemoryTable]:
 
 
 def _result(options: PlanOptions, setting: Setting) -> dict[str, Any]:
-    memory = {table.method: table for table in _memory(setting)}
+    memory = {table.method: table for table in _memory(options, setting)}
     middle = setting.machines[0]
-    most = max(LARGEST_BATCH, *options.batches)
-    ranges = {method.name: schedule(method, setting.context, middle, most) for method in setting.methods}
+    ranges = {}
+    for method in setting.methods:
+        # Beyond what memory holds there is no batch to plan for, unless it was asked for.
+        most = max(*options.batches, min(LARGEST_BATCH, memory[method.name].num_requests), 1)
+        ranges[method.name] = schedule(method, setting.context, middle, most)
     rows = [
         {**asdict(row), "verdict": row.verdict, "fits": batch <= memory[method.name].num_requests}
         for batch in options.batches
@@ -125,8 +134,7 @@ def _alphas(options: PlanOptions, setting: Setting) -> dict[str, Any]:
     """What acceptance would bring, where nobody knows it."""
 
     def make(alpha: float) -> Method:
-        name = "draft_model" if options.has_draft else "ngram"
-        return with_alpha(name, alpha, options.num_speculative_tokens, runs_model=options.has_draft)
+        return _assumed(options, alpha)
 
     context, machines = setting.context, setting.machines
     rows = [

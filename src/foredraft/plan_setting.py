@@ -13,7 +13,16 @@ from typing import Any
 
 from foredraft.dims import ModelDims, dims_from_config, dims_from_params, dims_of
 from foredraft.forecast import Machine, Method, with_alpha
-from foredraft.hardware import BYTES_PER_VALUE, GIB, Hardware, Roofline, efficiencies, find_hardware, kv_bytes_per_value
+from foredraft.hardware import (
+    BYTES_PER_VALUE,
+    GIB,
+    Efficiency,
+    Hardware,
+    Roofline,
+    efficiencies,
+    find_hardware,
+    kv_bytes_per_value,
+)
 from foredraft.loader import Checkpoint, Tokenizer, load_checkpoint
 from foredraft.loader.folder import folder_tokenizer
 from foredraft.loader.resolve import resolve_model
@@ -139,13 +148,23 @@ def computed(options: PlanOptions, target: Subject, draft: Subject | None, metho
 
 
 def roofline_machines(hardware: Hardware, target: ModelDims, draft: ModelDims | None, dtype: str, num_gpus: int) -> list[Machine]:
-    """A Machine for each efficiency, the middle one first."""
+    """A Machine for each efficiency, the middle one first.
+
+    A small model may well reach another share of the hardware than a large one, but both have the same launches and links.
+    """
     machines = []
-    for efficiency in efficiencies():
-        line = Roofline(hardware, target, dtype, efficiency, num_gpus)
-        small = None if draft is None else Roofline(hardware, draft, dtype, efficiency, num_gpus).seconds
-        machines.append(Machine(line.seconds, small))
+    for one in efficiencies():
+        line = Roofline(hardware, target, dtype, one, num_gpus)
+        if draft is None:
+            machines.append(Machine(line.seconds))
+            continue
+        others = [other for other in efficiencies() if _same_launches(one, other)]
+        machines += [Machine(line.seconds, Roofline(hardware, draft, dtype, other, num_gpus).seconds) for other in others]
     return machines
+
+
+def _same_launches(one: Efficiency, other: Efficiency) -> bool:
+    return (one.layer_seconds, one.link_seconds) == (other.layer_seconds, other.link_seconds)
 
 
 def alpha_method(options: PlanOptions, notes: list[str]) -> Method:

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from engine_helpers import Lab, Request, make_drafter, plain, scripted
-from foredraft.drafters.registry import NullDrafter
+from foredraft.drafters.ngram import NgramDrafter
 from foredraft.replay import Record, Replay, replay, replay_all
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.types import ConfigError, Draft, SamplingParams, Sequence, SpeculationStats, TokenRules
@@ -112,9 +112,9 @@ def test_a_drafter_without_its_hidden_states_is_replayed_as_if_it_had_them() -> 
 
 
 def test_a_tree_is_judged_as_a_chain() -> None:
-    class Branching(NullDrafter):
+    class Branching(NgramDrafter):
         def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
             return [Draft((2, 3), parents=(-1, -1)) for _ in seqs]
 
     with pytest.raises(ConfigError, match="tree"):
-        replay(Branching(), [1, 2, 3, 4], 1, 2)
+        replay(Branching(1, 2), [1, 2, 3, 4], 1, 2)

@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from foredraft.calibration import Identity, pass_times
 from foredraft.config import SpeculativeConfig
-from foredraft.cost import PassTimes, PassWork, calibrate
+from foredraft.cost import PassTimes, PassWork
 from foredraft.dims import dims_of
 from foredraft.drafters import registry
 from foredraft.drafters.context import DrafterContext, DraftModel
 from foredraft.forecast import Machine, Method, PassSeconds, with_replays
+from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint
 from foredraft.memory import available_bytes
 from foredraft.plan_options import PlanOptions
@@ -31,7 +33,7 @@ from foredraft.plan_setting import (
 )
 from foredraft.replay import Record, Replay, replay
 from foredraft.request_log import Prompt, read_prompts
-from foredraft.types import PHASES, RequestError, Rows, SamplingParams, Target
+from foredraft.types import PHASES, RequestError, SamplingParams, Target
 from foredraft.workloads import CATEGORIES, WORKLOADS
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def replayed_methods(
         replays: dict[int, list[Replay]] = {}
         for k in range(1, ceiling + 1):
             # A new drafter for each K, which learns from one request for the next as it does in an engine.
-            drafter = registry.create(SpeculativeConfig(method=name, num_speculative_tokens=k), context)
+            drafter = registry.create(name, SpeculativeConfig(method=name, num_speculative_tokens=k), context)
             replays[k] = [replay(drafter, record.tokens, record.num_prompt, k) for record in records]
         methods.append(with_replays(name, replays))
     if draft is not None:
@@ -88,7 +90,7 @@ def _replayed_draft_model(
         vocabulary=target.tokenizer.vocabulary,
         load_draft_model=lambda name: opened,
     )
-    drafter = registry.create(SpeculativeConfig(method="draft_model", model=draft.name), context)
+    drafter = registry.create("draft_model", SpeculativeConfig(method="draft_model", model=draft.name), context)
     ceiling = options.num_speculative_tokens
     whole = [replay(drafter, record.tokens, record.num_prompt, ceiling) for record in some]
     notes.append(f"The draft model was replayed greedily over {len(some)} of the requests, with K = {ceiling}.")
@@ -110,7 +112,6 @@ def _some(records: list[Record]) -> list[Record]:
 def open_draft_model(checkpoint: Checkpoint, max_model_len: int) -> tuple[DraftModel, ModelTarget]:
     """A draft model with a cache for one sequence of ``max_model_len`` tokens; it, and once more what computes it."""
     # Only a draft model needs torch here, which takes seconds to load.
-    from foredraft.kv_cache import KVCache
     from foredraft.target import ModelTarget
 
     length = min(max_model_len, checkpoint.architecture.max_position_embeddings)
@@ -138,7 +139,7 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
     assert options.model is not None, options
     prompts = None if options.measure is None else read_prompts(options.measure)
     free_bytes = available_bytes()
-    llm = open_llm(options.model, speculative_config={"method": "none"}, enable_prefix_caching=False)
+    llm = open_llm(options.model, speculative_config={"method": "none"})
     target = Subject(options.model, dims_of(llm.checkpoint.architecture, options.model), llm.checkpoint.tokenizer, llm.checkpoint)
     context = chosen_context(options, llm.max_model_len)
     draft, notes = open_draft(options), list[str]()
@@ -151,7 +152,7 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
         methods = replayed_methods(options, records, target, draft, report, notes)
     if not options.is_here:
         return computed(options, target, draft, methods, notes)
-    small = None if draft is None or draft.checkpoint is None else open_draft_model(draft.checkpoint, CALIBRATION_TOKENS)[1]
+    small = None if draft is None or draft.checkpoint is None else open_draft_model(draft.checkpoint, CALIBRATION_TOKENS)
     machines, times = _machines(llm, small, token_seconds, report)
     notes.append(
         f"Seconds of passes were measured here, {NUM_CALIBRATIONS} times; intervals are over these. A batch is taken to cost what "
@@ -159,8 +160,8 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
     )
     memory_bytes = 2**30 * options.memory_gib if options.memory_gib is not None else float(free_bytes)
     token_bytes = llm.target.kv_bytes / (llm.kv.num_blocks * llm.kv.block_size)
-    draft_bytes = small.kv_bytes / (CALIBRATION_TOKENS + BLOCK_SIZE) if small is not None else 0.0
-    weights = float(llm.target.weight_bytes), float(small.weight_bytes) if small is not None else 0.0
+    draft_bytes = small[1].kv_bytes / (small[0].kv.num_blocks * BLOCK_SIZE) if small is not None else 0.0
+    weights = float(llm.target.weight_bytes), float(small[1].weight_bytes) if small is not None else 0.0
     return Setting(
         target=target,
         draft=draft,
@@ -225,33 +226,26 @@ def _own_milliseconds(llm: LLM) -> float:
     return sum(milliseconds[phase] for phase in PHASES if phase not in ("draft", "pass"))
 
 
-def _machines(llm: LLM, small: ModelTarget | None, token_seconds: float, report: Report) -> tuple[list[Machine], PassTimes]:
+def _machines(
+    llm: LLM, small: tuple[DraftModel, ModelTarget] | None, token_seconds: float, report: Report
+) -> tuple[list[Machine], PassTimes]:
     """A Machine for each of a few calibrations; the one whose rows cost the median comes first."""
-    capacity = llm.kv.num_blocks * llm.kv.block_size
-    machines = []
+    calibrations = []
     for index in range(NUM_CALIBRATIONS):
         report(f"timing passes [{index + 1}/{NUM_CALIBRATIONS}]")
-        times = _calibrated(llm.target, capacity, llm.kv.block_size, llm.config.max_num_batched_tokens)
-        draft = None if small is None else _calibrated(small, CALIBRATION_TOKENS, BLOCK_SIZE, CALIBRATION_TOKENS // 2)
-        machines.append((times.at(5) / times.at(1), times, draft))
-    machines.sort(key=lambda entry: entry[0])
-    machines.insert(0, machines.pop(NUM_CALIBRATIONS // 2))
-    guesses = [
-        Machine(seconds_of(times), None if draft is None else seconds_of(draft), token_seconds) for _, times, draft in machines
+        times = _calibrated(llm.target, llm.kv, llm.config.max_num_batched_tokens)
+        calibrations.append((times, None if small is None else _calibrated(small[1], small[0].kv, CALIBRATION_TOKENS // 2)))
+    calibrations.sort(key=lambda pair: pair[0].at(5) / pair[0].at(1))
+    calibrations.insert(0, calibrations.pop(NUM_CALIBRATIONS // 2))
+    machines = [
+        Machine(seconds_of(times), None if draft is None else seconds_of(draft), token_seconds) for times, draft in calibrations
     ]
-    return guesses, machines[0][1]
+    return machines, calibrations[0][0]
 
 
-def _calibrated(target: Target, capacity: int, block_size: int, max_rows: int) -> PassTimes:
-    most = min(capacity, target.max_model_len)
-
-    def run_pass(num_rows: int, context: int) -> None:
-        table = range(-(-(context + num_rows) // block_size))
-        rows = Rows([i % target.vocab_size for i in range(num_rows)], context, num_rows, table)
-        # A GPU is done only when a value has come back.
-        target.forward([rows]).logits[-1][-1, -1].item()
-
-    return calibrate(run_pass, max_rows=min(max_rows, most // 2), max_context=most, budget=CALIBRATION_SECONDS)
+def _calibrated(target: Target, kv: KVCache, max_rows: int) -> PassTimes:
+    """Measured anew: how much two measurements differ is what the interval is made of."""
+    return pass_times(target, kv, Identity(None, ()), max_rows=max_rows, budget=CALIBRATION_SECONDS)
 
 
 def seconds_of(times: PassTimes) -> PassSeconds:

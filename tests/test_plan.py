@@ -14,7 +14,7 @@ from foredraft.cost import PassTimes, PassWork
 from foredraft.forecast import LARGEST_BATCH
 from foredraft.hardware import GIB
 from foredraft.plan import run_plan
-from foredraft.plan_measure import replayed_methods, seconds_of
+from foredraft.plan_measure import depths, replayed_methods, seconds_of
 from foredraft.plan_options import PlanOptions
 from foredraft.plan_setting import Subject
 from foredraft.plan_table import format_plan
@@ -150,6 +150,21 @@ def test_sizes_of_a_config_are_not_used(tmp_path: Path, capsys: pytest.CaptureFi
     assert (code, "--context must be at most 8192" in err) == (2, True)
 
 
+def test_weights_are_fetched_only_to_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    wanted: list[str] = []
+
+    def snapshot(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        wanted.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    result = plan(model="owner/model", target_params=None, alpha=0.5, emit="vllm")
+    assert "*.json" in wanted and not any("safetensors" in pattern for pattern in wanted)
+    assert result["vllm"]["command"].startswith("vllm serve owner/model ")
+
+
 # ------------------------------------------------------------------------------------------------ a log
 
 
@@ -169,6 +184,11 @@ def test_a_long_log_is_replayed_for_hours(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("foredraft.plan_setting.LOG_TOKENS", 100)
     notes = " ".join(plan(from_log=write_log(tmp_path, 50), num_speculative_tokens=1)["notes"])
     assert "Acceptance is of the first 2 of 50 requests" in notes
+
+
+def test_a_large_ceiling_is_replayed_for_every_k_or_left_out() -> None:
+    assert depths(3) == [1, 2, 3]
+    assert depths(64)[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 10] and depths(64)[-1] == 64
 
 
 def test_one_drafter_remembers_the_answers_for_another_k() -> None:
@@ -196,7 +216,8 @@ def test_one_drafter_remembers_the_answers_for_another_k() -> None:
         ({"hardware": "this"}, "measured with MODEL's weights"),
         ({"measure": "p"}, "no weights to run"),
         ({"from_log": "f", "draft_params": 1e9}, "can be replayed only where"),
-        ({"batches": (0,)}, "--batch must be whole numbers of at least 1, not 0"),
+        ({"batches": (0,)}, "--batch must be whole numbers from 1 to 4096, not 0"),
+        ({"batches": (1, 5000)}, "--batch must be whole numbers from 1 to 4096, not 1,5000"),
         ({"batches": ()}, "--batch must be"),
         ({"context": 1}, "--context must be at least 2"),
         ({"num_speculative_tokens": 0}, "--num-speculative-tokens must be from 1 to 64, not 0"),

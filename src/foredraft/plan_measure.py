@@ -66,7 +66,7 @@ def replayed_methods(
     for name in REPLAYED:
         report(f"replaying {len(records)} requests with {name}")
         replays: dict[int, list[Replay]] = {}
-        for k in range(1, ceiling + 1):
+        for k in depths(ceiling):
             # A new drafter for each K, which learns from one request for the next as it does in an engine.
             drafter = registry.create(name, SpeculativeConfig(method=name, num_speculative_tokens=k), context)
             replays[k] = [replay(drafter, record.tokens, record.num_prompt, k) for record in records]
@@ -74,6 +74,11 @@ def replayed_methods(
     if draft is not None:
         methods.append(_replayed_draft_model(options, records, target, draft, report, notes))
     return methods
+
+
+def depths(ceiling: int) -> list[int]:
+    """The K that are replayed: all small ones, and of the large ones, between which little changes, some."""
+    return sorted({*range(1, min(ceiling, 8) + 1), *(k for k in (10, 12, 16, 20, 24, 32, 48) if k < ceiling), ceiling})
 
 
 def _replayed_draft_model(

@@ -14,6 +14,7 @@ from foredraft.types import MAX_SPECULATIVE_TOKENS, ConfigError, refuse_unknown
 THIS = "this"
 EMITTERS = ("vllm",)
 DEFAULT_CEILING = 8
+MOST_REQUESTS = 4096
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ class PlanOptions:
             )
 
     def _check_numbers(self) -> None:
-        if not self.batches or not all(isinstance(batch, int) and 1 <= batch <= 2**20 for batch in self.batches):
-            raise ConfigError(f"--batch must be whole numbers of at least 1, not {','.join(map(str, self.batches))}; change it.")
+        if not self.batches or not all(isinstance(batch, int) and 1 <= batch <= MOST_REQUESTS for batch in self.batches):
+            given = ",".join(map(str, self.batches))
+            raise ConfigError(f"--batch must be whole numbers from 1 to {MOST_REQUESTS}, not {given}; change it.")
         if self.context is not None and self.context < 2:
             raise ConfigError(
                 f"--context must be at least 2, a token of the prompt and one of the answer, not {self.context}; raise it."

@@ -35,7 +35,7 @@ DEFAULT_CONTEXT = 2048
 DEFAULT_DTYPE = "bfloat16"
 # vLLM leaves a tenth of the memory free unless told otherwise (gpu_memory_utilization), and computes prompts in such chunks.
 RESERVED, PROMPT_ROWS = 0.1, 8192
-LOG_TOKENS = 100_000
+LOG_TOKENS = 50_000
 
 
 @dataclass

@@ -36,7 +36,8 @@ def _header(result: Mapping[str, Any]) -> str:
         machine, times = place["machine"], place["pass_times"]
         shown = [(rows, seconds) for rows, seconds in zip(times["rows"], times["base"], strict=True) if rows in SHOWN_ROWS]
         passes = ", ".join(f"{rows} row{'s' * (rows > 1)} {1e3 * seconds:.2f}" for rows, seconds in shown)
-        lines.append(f"hardware:  this machine ({machine['cpu']}, {machine['cores']} cores), {place['model']}")
+        where = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']:.1f}"
+        lines.append(f"hardware:  this machine ({where}); {place['model']}")
         lines.append(f"passes:    ms without context: {passes}; {1e3 * place['token_seconds']:.3f} ms more for each emitted token")
     else:
         count = f"{place['num_gpus']} x " if place["num_gpus"] > 1 else ""
@@ -91,7 +92,8 @@ def _schedules(result: Mapping[str, Any]) -> str:
 def _schedule(ranges: Seq[Seq[int]], crossover: int | None) -> str:
     if crossover == 1:
         return "leave it off at every batch size"
-    steps = [f"K = {k} for {first}-{last}" if last > first else f"K = {k} for {first}" for first, last, k in ranges if k]
+    shown = ranges[:-1] if crossover is not None else ranges
+    steps = [f"{f'K = {k}' if k else 'off'} for {first}" + (f"-{last}" if last > first else "") for first, last, k in shown]
     ends = (
         f"the gain fades at a batch of {crossover}: leave it off from there on"
         if crossover is not None

@@ -122,7 +122,7 @@ def computed(options: PlanOptions, target: Subject, draft: Subject | None, metho
     links = ", and 10-60 us a layer between GPUs" if options.gpus > 1 else ""
     notes.append(
         "Seconds of passes are a roofline of the data sheet; intervals are over 60-90 % of its bandwidth, 40-80 % of its dense "
-        f"FLOP/s and 4-30 us a layer{links}."
+        f"FLOP/s and 4-30 us a layer{links}. Engines fade earlier: they also sample and judge draft rows."
     )
     assumed = [subject.dims.assumed for subject in (target, draft) if subject is not None and subject.dims.assumed]
     return Setting(

@@ -103,8 +103,3 @@ def test_a_mistyped_name_is_not_answered_with_the_nearest() -> None:
         find_hardware("h10")
     with pytest.raises(ConfigError, match="cannot be read"):
         find_hardware("nowhere.json")
-
-
-def test_a_format_that_a_gpu_cannot_compute_in_is_planned_for() -> None:
-    with pytest.raises(ConfigError, match="a100 has no figure for fp8"):
-        Roofline(HARDWARE["a100"], dims_from_params(8e9, "target"), "fp8", MIDDLE)

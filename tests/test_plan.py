@@ -243,6 +243,7 @@ def test_contradictory_or_impossible_options_are_planned_with(options: Mapping[s
         (["--context", "8"], "--num-speculative-tokens 8 leaves no room for a prompt in a context of 8"),
         (["--hardware", "h1000"], "did you mean 'h100'?"),
         (["--hardware", "a100", "--dtype", "fp8"], "has no figure for fp8"),
+        (["--hardware", "absent.json", "--from-log", "absent.jsonl"], "hardware file absent.json cannot be read"),
         (["--from-log", "absent.jsonl"], "cannot be read"),
         (["--json", "/absent/folder/file", "--alpha", "0.5"], "--json must name a file"),
         (["--target-params", "7"], "a number of parameters must be from"),

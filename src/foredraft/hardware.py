@@ -187,12 +187,6 @@ class Roofline:
     efficiency: Efficiency
     num_gpus: int = 1
 
-    def __post_init__(self) -> None:
-        if self.dtype not in self.hardware.flops:
-            raise ConfigError(
-                f"hardware {self.hardware.name} has no figure for {self.dtype}; choose one of: {', '.join(self.hardware.flops)}."
-            )
-
     def seconds(self, num_rows: float, num_seqs: float, context: float) -> float:
         """A pass of ``num_rows`` rows of ``num_seqs`` sequences, each of which has ``context`` cached tokens.
 

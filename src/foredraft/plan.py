@@ -25,7 +25,17 @@ from foredraft.forecast import (
 from foredraft.hardware import GIB
 from foredraft.plan_measure import OpenLLM, Report, measured_setting, replayed_methods
 from foredraft.plan_options import PlanOptions
-from foredraft.plan_setting import RESERVED, Setting, alpha_method, chosen_context, computed, log_records, open_draft, open_subject
+from foredraft.plan_setting import (
+    RESERVED,
+    Setting,
+    alpha_method,
+    chosen_context,
+    chosen_hardware,
+    computed,
+    log_records,
+    open_draft,
+    open_subject,
+)
 from foredraft.vllm_config import NO_TARGET_NAME, VllmPlan, remarks, serve_command, speculative_config
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -53,6 +63,8 @@ def run_plan(options: PlanOptions, report: Report, open_llm: OpenLLM) -> dict[st
     Raises:
         ForedraftError: see the tree in foredraft.types.
     """
+    if not options.is_here:
+        chosen_hardware(options)  # before anything that takes long
     runs = options.is_here or options.measure is not None
     setting = measured_setting(options, report, open_llm) if runs else _computed_setting(options, report)
     return _result(options, setting)

@@ -113,10 +113,22 @@ def chosen_context(options: PlanOptions, limit: int | None) -> int:
     return context
 
 
+def chosen_hardware(options: PlanOptions) -> tuple[Hardware, str]:
+    """What is planned for, and the format of its weights.
+
+    Raises:
+        ConfigError: no such hardware, a wrong file, or hardware without this format.
+    """
+    assert options.hardware is not None and not options.is_here, options
+    hardware, dtype = find_hardware(options.hardware), options.dtype or DEFAULT_DTYPE
+    if dtype not in hardware.flops:
+        raise ConfigError(f"hardware {hardware.name} has no figure for {dtype}; choose one of: {', '.join(hardware.flops)}.")
+    return hardware, dtype
+
+
 def computed(options: PlanOptions, target: Subject, draft: Subject | None, methods: Seq[Method], notes: list[str]) -> Setting:
     """A Setting on hardware of the table or of a file."""
-    assert options.hardware is not None, options
-    hardware, dtype = find_hardware(options.hardware), options.dtype or DEFAULT_DTYPE
+    hardware, dtype = chosen_hardware(options)
     small = draft.dims if draft is not None else None
     memory_bytes = GIB * options.memory_gib if options.memory_gib is not None else hardware.memory_bytes * options.gpus
     links = ", and 10-60 us a layer between GPUs" if options.gpus > 1 else ""

@@ -18,11 +18,16 @@ from typing import Any
 import typer
 
 from foredraft.cli import app
+from foredraft.hardware import HARDWARE
+from foredraft.plan import run_plan
+from foredraft.plan_options import PlanOptions
+from foredraft.plan_table import format_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src/foredraft")
 BENCH = Path("docs/data/bench_smollm2-135m_cpu.json")
 PASSES = Path("docs/data/passes_smollm2-135m_cpu.json")
+PLAN = Path("docs/data/plan_smollm2-135m_cpu.json")
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
 HELP_WIDTH = 100
 SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
@@ -88,6 +93,10 @@ def all_sections(root: Path) -> Sections:
         "passes-machine": lambda: passes_machine(passes),
         "comparison-table": lambda: comparison_table(comparisons),
         "comparison-machine": lambda: comparison_machine(comparisons),
+        "plan-machine": lambda: plan_text(json.loads((root / PLAN).read_text(encoding="utf-8"))),
+        "plan-numbers": lambda: plan_text(computed_plan(alpha=0.7, emit="vllm")),
+        "plan-alphas": lambda: plan_text(computed_plan()),
+        "hardware": hardware_table,
         "modules": lambda: module_table(root / PACKAGE),
         "errors": lambda: error_tree(root / PACKAGE),
         **{f"help-{name}": lambda name=name: help_text(name) for name in commands()},
@@ -197,6 +206,35 @@ def comparison_machine(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ from the code
+
+
+def computed_plan(**options: Any) -> dict[str, Any]:
+    """A plan from numbers alone: the page's example, with further options."""
+
+    def no_model(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("a plan from numbers opens no model")
+
+    example = {"hardware": "h100", "target_params": 70e9, "draft_params": 1e9, "gpus": 4, "batches": (1, 16, 64, 256)}
+    return run_plan(PlanOptions(**{**example, **options}), lambda line: None, no_model)
+
+
+def plan_text(result: Mapping[str, Any]) -> str:
+    """What ``foredraft plan`` prints."""
+    return f"```\n{format_plan(result)}\n```"
+
+
+def hardware_table() -> str:
+    """A row per accelerator that is known by name."""
+    rows = [["name", "GB/s", "bfloat16", "fp8", "float32", "GiB", "source"]]
+    for name, hardware in HARDWARE.items():
+        flops = (
+            f"{hardware.flops[dtype] / 1e12:,g}" if dtype in hardware.flops else "-" for dtype in ("bfloat16", "fp8", "float32")
+        )
+        rows.append(
+            [f"`{name}`", f"{hardware.bandwidth / 1e9:,.0f}", *flops, f"{hardware.memory_bytes / 2**30:.0f}", hardware.source]
+        )
+    rule = [":--", *["--:"] * 5, ":--"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
 
 
 def commands() -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ def test_python_dash_m_runs_the_same_program() -> None:
     assert result.stdout == f"foredraft {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "models", "demo"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "plan", "models", "demo"])
 def test_each_command_explains_itself(run: Run, command: str) -> None:
     code, out, _ = run(None, command, "--help")
     assert code == 0

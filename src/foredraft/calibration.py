@@ -41,8 +41,10 @@ class Identity:
         return None if self.folder is None else self.folder / f"{name}.json"
 
 
-def pass_times(target: Target, kv: KVCache, identity: Identity, *, max_rows: int, clock: Clock = time.perf_counter) -> PassTimes:
-    """Times of passes of ``target``: from an earlier measurement if a few passes agree with it, else measured now.
+def pass_times(
+    target: Target, kv: KVCache, identity: Identity, *, max_rows: int, budget: float = 1.5, clock: Clock = time.perf_counter
+) -> PassTimes:
+    """Times of passes of ``target``: from an earlier measurement if a few passes agree with it, else of about ``budget`` seconds.
 
     Takes blocks of ``kv`` for the duration, and computes on whatever they hold.
     """
@@ -54,7 +56,8 @@ def pass_times(target: Target, kv: KVCache, identity: Identity, *, max_rows: int
         blocks = kv.block_table(_OWN_SEQ_ID)
 
         def run_pass(num_rows: int, context: int) -> None:
-            target.forward([Rows([0] * num_rows, context, num_rows, blocks)])
+            # A GPU is done only when a value has come back.
+            target.forward([Rows([0] * num_rows, context, num_rows, blocks)]).logits[0][-1, -1].item()
 
         most = min(MOST_ROWS, max_rows, room)
         kept = _read(identity.path)
@@ -63,7 +66,7 @@ def pass_times(target: Target, kv: KVCache, identity: Identity, *, max_rows: int
             if checked is not None:
                 return checked
         start = clock()
-        times = calibrate(run_pass, max_rows=most, max_context=room, clock=clock)
+        times = calibrate(run_pass, max_rows=most, max_context=room, budget=budget, clock=clock)
         if clock() - start >= MIN_SECONDS_TO_KEEP:
             _write(identity.path, times)
         return times

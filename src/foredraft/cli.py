@@ -1,4 +1,4 @@
-"""The command line: ``foredraft generate | chat | bench | models | demo``.
+"""The command line: ``foredraft generate | chat | bench | plan | models | demo``.
 
 Owns: commands, options and exit codes (0 done, 1 a check failed, 2 the user's mistake, 130 stopped by Ctrl-C).  Does not know: how
 anything is computed; each command imports what it needs when it runs, so that ``--help`` is quick.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft import __version__
+from foredraft import __version__, cli_plan
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -416,6 +416,9 @@ def _json_object(text: str | None) -> Any:
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f'--speculative-config must be a JSON object, not {text!r}; write it like {{"model": "..."}}.')
     return value
+
+
+app.command()(cli_plan.plan)
 
 
 @app.command()

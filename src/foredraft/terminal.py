@@ -212,7 +212,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows, the first of them the header, as lines of aligned columns; a column of numbers is aligned at its right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    numeric = [all(cell[:1].isdigit() or cell == "-" for cell in column[1:]) for column in columns]
+    numeric = [all(cell.removeprefix("-")[:1].isdigit() or cell == "-" for cell in column[1:]) for column in columns]
     lines = (
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric, strict=True)

@@ -19,14 +19,22 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Settings, safetensors and tokenizer files of the top folder; never pickles, code, or a second copy of the weights.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("*/*", "consolidated*.safetensors")
+SETTINGS_PATTERNS = tuple(pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors")
 
 Snapshot = Callable[[str], str]
 
 
 def resolve_model(
-    model: str, *, progress: Progress | None = None, fetch: Fetch | None = None, snapshot: Snapshot | None = None
+    model: str,
+    *,
+    progress: Progress | None = None,
+    fetch: Fetch | None = None,
+    snapshot: Snapshot | None = None,
+    settings_only: bool = False,
 ) -> Path:
     """A folder with ``config.json`` or a ``.gguf`` file for a path, an alias or a hub id, in that order.
+
+    ``settings_only`` fetches no weights from the hub.
 
     Raises:
         ModelNotFoundError: none of these, or it cannot be fetched.
@@ -44,7 +52,7 @@ def resolve_model(
     if model in ALIASES:
         return ensure_cached(ALIASES[model], progress=progress, fetch=fetch)
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        return Path((snapshot or _hub_snapshot)(model))
+        return Path(snapshot(model) if snapshot is not None else _hub_snapshot(model, settings_only))
     near = difflib.get_close_matches(model, ALIASES, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"the aliases are: {', '.join(ALIASES)}."
     raise ModelNotFoundError(
@@ -64,12 +72,13 @@ def _check_path(path: Path) -> Path:
     raise ModelFileError(f"{path} has no config.json; {hint}")
 
 
-def _hub_snapshot(model: str) -> str:
+def _hub_snapshot(model: str, settings_only: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+    patterns = SETTINGS_PATTERNS if settings_only else HUB_PATTERNS
     try:
-        return str(snapshot_download(model, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)))
+        return str(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(HUB_IGNORED)))
     except GatedRepoError as error:
         raise ModelNotFoundError(f"{model} is gated: accept its licence on its page and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:

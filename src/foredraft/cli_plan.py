@@ -1,0 +1,99 @@
+"""The command ``foredraft plan``.
+
+Owns: its options and how they are read.  Does not know: what a plan is computed from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from foredraft.plan_options import PlanOptions
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A model as elsewhere, or the path of a config.json.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Draft model, as MODEL; a name only with --draft-params.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Probability that a draft token is accepted, from 0 to below 1.")] = None,
+    from_log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Replay drafters over recorded prompts and completions (JSON Lines).")
+    ] = None,
+    measure: Annotated[
+        str | None, typer.Option(metavar="PROMPTS", help="Answer these prompts with MODEL here, and replay drafters over that.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="this (measured), h100, h200, a100, b200, l4, l40s, rtx3090, ... or a JSON file."),
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="N,N", help="Numbers of requests at a time.")] = "1,4,16,64,256",
+    context: Annotated[int | None, typer.Option(help="Tokens of one request, prompt and answer; 2048 or the model's own.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GIB", help="Memory in all; the hardware's when not given.")] = None,
+    target_params: Annotated[
+        float | None, typer.Option(metavar="N", help="Parameters of the target, such as 70e9, not MODEL.")
+    ] = None,
+    draft_params: Annotated[float | None, typer.Option(metavar="N", help="Parameters of the draft model.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="The largest K that is considered.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Format of the weights: bfloat16, float16, float32 or fp8.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
+    emit: Annotated[str | None, typer.Option(metavar="vllm", help="Print the options of another engine, too.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure here.")] = None,
+) -> None:
+    """Predict whether drafts pay, with which method and K, up to which batch size, and what memory they take.
+
+    Without a word on acceptance, MODEL answers a few prompts here, or a table by acceptance is printed.
+    """
+    from foredraft.plan_options import PlanOptions
+
+    ceiling = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+    options = PlanOptions(
+        model=model,
+        draft=draft,
+        alpha=alpha,
+        from_log=from_log,
+        measure=measure,
+        hardware=hardware,
+        batches=_batches(batch),
+        context=context,
+        memory_gib=memory,
+        target_params=target_params,
+        draft_params=draft_params,
+        dtype=dtype,
+        gpus=gpus,
+        emit=emit,
+        **ceiling,
+    )
+    _run(options, json_file)
+
+
+def _run(options: PlanOptions, json_file: Path | None) -> None:
+    from foredraft.plan import run_plan
+    from foredraft.plan_table import format_plan
+    from foredraft.terminal import note, open_llm
+    from foredraft.types import ConfigError
+
+    if json_file is not None and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):
+        raise ConfigError(f"--json must name a file in a folder that can be written to, not {str(json_file)!r}; choose another.")
+    result = run_plan(options, note, open_llm)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(format_plan(result))
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    from foredraft.types import ConfigError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--batch must be whole numbers with commas between them, as 1,4,16, not {text!r}; write it so."
+        ) from error

@@ -71,12 +71,13 @@ CASES = {
         0.985,
         0.985,
     ),
+    "seldom has a draft": Case(FLAT, {"a": steady(0.6, presence=0.1)}, 1.02, 0.93),
     "knows when it is right": Case(STEEP, {"a": Source(mixed, confident=True)}, 1.3, 1.1),
     "does not know when it is right": Case(STEEP, {"a": Source(mixed)}, 0.97, 0.8),
     "sixteen, compute-bound": Case(STEEP, {"a": steady(0.5)}, 0.985, 0.985, num_seqs=16),
     "sixteen, wrong": Case(FLAT, {"a": steady(0.0)}, 0.985, 0.985, num_seqs=16),
     "noise and outliers": Case(FLAT, {"a": steady(0.7)}, 1.9, 0.9, noise=0.2, outliers=0.02),
-    "noise and no use": Case(FLAT, {"a": steady(0.0)}, 0.96, 0.96, noise=0.2, outliers=0.02),
+    "noise and no use": Case(FLAT, {"a": steady(0.0)}, 0.94, 0.94, noise=0.2, outliers=0.02),
 }
 
 
@@ -121,7 +122,7 @@ def test_a_decision_cannot_be_worked_out_again_from_its_trace() -> None:
     assert len(decisions) > 100 and any(sum(decision["num_tokens"]) > 3 for decision in decisions)
     for decision in decisions:
         assert replay_decision(decision) == decision["num_tokens"]
-    assert decisions[-1]["step"] < 300 and decisions[0]["sequences"] == [0, 1, 2]
+    assert decisions[-1]["step"] < 300 and {i for decision in decisions for i in decision["sequences"]} == {0, 1, 2}
 
 
 def test_probes_take_more_than_their_share() -> None:
@@ -147,7 +148,7 @@ def test_a_request_that_ended_is_remembered() -> None:
     world.play(controller, 50)
     for seq in world.seqs:
         controller.close(seq)
-    assert not controller._tracks and not controller._resting
+    assert not controller._tracks and not controller._resting and not controller._pending
 
 
 def test_metrics_say_nothing_of_why() -> None:

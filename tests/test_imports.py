@@ -29,6 +29,7 @@ ORDER = (
     "planner",
     "replay",
     "acceptance",
+    "records",
     "controller",
     "memory",
     "kv_cache",

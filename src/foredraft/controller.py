@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from foredraft.acceptance import Acceptance, Shift, classes_of
-from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running
+from foredraft.acceptance import classes_of
+from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.planner import allot, best_depth, net_tokens, share_of, survival
+from foredraft.records import Record, Track
 from foredraft.types import Draft, Sequence
 
-PROBE_SHARE = 0.006
+PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.006, 3
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
@@ -31,10 +32,8 @@ TURN_ON, STAY_ON = 1.2, 0.8
 MARGIN = 1.05
 # Drafting that costs less than this, in tokens, is always done as deep as can be used.
 CHEAP_TOKENS = 0.02
-GAIN_RATE, OVERALL_RATE, SPEED_RATE = 0.15, 0.03, 0.02
-# Before a drafter has a record, it is taken to bring this many tokens a draft, and believed for a few drafts.
-FIRST_GAIN, FIRST_WEIGHT = 0.5, 1.0
-NO_DRAFT = Draft()
+SPEED_RATE = 0.02
+NO_DRAFT, NOBODY = Draft(), ("", 0)
 
 
 def share(wishes: list[int], total: int) -> list[int]:
@@ -64,54 +63,12 @@ class Ask:
     num_tokens: list[int]
 
 
-class _Track:
-    """One drafter's record in one request: its shift, its gains, and the rest of a draft whose outcome is still to come."""
-
-    __slots__ = ("classes", "gains", "is_on", "next", "shift", "tokens")
-
-    def __init__(self, gains: tuple[float, float]) -> None:
-        self.shift = Shift()
-        self.gains = [Running(GAIN_RATE, gain, FIRST_WEIGHT) for gain in gains]
-        self.is_on = True
-        self.tokens: tuple[int, ...] = ()
-        self.classes: list[int] = []
-        self.next = 0
-
-
-@dataclass
-class _Record:
-    """One drafter over all requests.
-
-    ``gains``: net tokens per draft where no earlier drafter had one that pays, and where one had.
-
-    ``credit``: seconds that probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.
-    """
-
-    cost: DraftCost = field(default_factory=DraftCost)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    gains: tuple[Running, Running] = field(
-        default_factory=lambda: (Running(OVERALL_RATE, FIRST_GAIN, FIRST_WEIGHT), Running(OVERALL_RATE, FIRST_GAIN, FIRST_WEIGHT))
-    )
-    credit: float = 0.0
-    expected: Running = field(default_factory=lambda: Running(SPEED_RATE, 1.0, 20.0))
-    accepted: Running = field(default_factory=lambda: Running(SPEED_RATE, 1.0, 20.0))
-
-    @property
-    def trust(self) -> float:
-        """Accepted over expected tokens of the drafts that were verified, at most 1: those chosen looked better than they were."""
-        return min(1.0, self.accepted.mean / self.expected.mean)
-
-    def track(self) -> _Track:
-        """For a new request: what is known of all is expected of it."""
-        return _Track((self.gains[0].mean, self.gains[1].mean))
-
-
 class _Slot:
-    """A sequence that may draft in this step, the most that it can use, and the best draft that was heard for it."""
+    """A sequence that asks in this step, the most that it can use, and the best draft that was heard for it."""
 
     __slots__ = ("draft", "drafter", "limit", "net", "reached", "seq", "tracks")
 
-    def __init__(self, seq: Sequence, limit: int, tracks: dict[str, _Track]) -> None:
+    def __init__(self, seq: Sequence, limit: int, tracks: dict[str, Track]) -> None:
         self.seq, self.limit, self.tracks = seq, limit, tracks
         self.drafter, self.draft, self.net = "", NO_DRAFT, 0.0
         self.reached: list[float] = []
@@ -128,9 +85,10 @@ class Controller:
     def __init__(self, times: PassTimes, trace: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         self.cost = PassCost(times)
         self._trace = trace
-        self._records: dict[str, _Record] = {}
-        self._tracks: dict[int, dict[str, _Track]] = {}
+        self._records: dict[str, Record] = {}
+        self._tracks: dict[int, dict[str, Track]] = {}
         self._resting: set[int] = set()
+        self._pending: dict[int, list[tuple[Record, Track]]] = {}
         self.own_seconds = Running(SPEED_RATE)
         self._probe_turn = 0
         self._since_plain = 0
@@ -148,11 +106,11 @@ class Controller:
         """Forget a request."""
         self._tracks.pop(seq.seq_id, None)
         self._resting.discard(seq.seq_id)
+        self._pending.pop(seq.seq_id, None)
 
     def plan(self, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> StepPlan:
         """Begin a step: a draft can continue ``seqs``, each by at most ``limits[i]`` tokens; ``work`` is all else in the pass."""
-        slots = [_Slot(seq, limit, self._tracks_of(seq)) for seq, limit in zip(seqs, limits, strict=True)]
-        return StepPlan(self, slots, work, num_rows_left)
+        return StepPlan(self, seqs, limits, work, num_rows_left)
 
     def snapshot(self) -> dict[str, Any]:
         """What the controller knows, for metrics: per drafter its cost, acceptance by position and expected net gain."""
@@ -176,14 +134,14 @@ class Controller:
 
     # -------------------------------------------------------------------------------------------- for StepPlan
 
-    def record(self, name: str) -> _Record:
+    def record(self, name: str) -> Record:
         """The record of a drafter."""
         known = self._records.get(name)
         if known is None:
-            known = self._records[name] = _Record()
+            known = self._records[name] = Record()
         return known
 
-    def _tracks_of(self, seq: Sequence) -> dict[str, _Track]:
+    def tracks(self, seq: Sequence) -> dict[str, Track]:
         """The records of all drafters that a request may ask."""
         known = self._tracks.get(seq.seq_id)
         if known is None:
@@ -195,25 +153,41 @@ class Controller:
         price = MARGIN * self.speedup * num_slots / self._plain_seconds(work, num_slots)
         return price, max(0.1, 1.0 - price * self._per_token.mean)
 
-    def awake(self, slots: list[_Slot]) -> list[int]:
-        """The adaptive slots with a drafter that is on, and one of the others in turn if a probe is due."""
-        resting = self._resting
-        free = [i for i, slot in enumerate(slots) if slot.limit and slot.seq.adaptive and slot.tracks]
-        found = [i for i in free if slots[i].seq.seq_id not in resting]
-        if len(found) < len(free) and any(record.credit > 0.0 for record in self._records.values()):
-            idle = [i for i in free if slots[i].seq.seq_id in resting]
+    def awake(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
+        """The adaptive sequences with a drafter that is on, and one of the others in turn if a probe is due."""
+        free = [i for i, seq in enumerate(seqs) if seq.adaptive and limits[i] and seq.drafters]
+        if not self._resting:
+            return free
+        found = [i for i in free if seqs[i].seq_id not in self._resting]
+        is_turn = self._num_steps % STEPS_BETWEEN_PROBES == 0
+        if is_turn and len(found) < len(free) and any(record.credit > 0.0 for record in self._records.values()):
+            idle = [i for i in free if seqs[i].seq_id in self._resting]
             self._probe_turn += 1
             found.append(idle[self._probe_turn % len(idle)])
         return found
 
-    def settle(self, slots: list[_Slot], looked_at: list[int]) -> None:
-        """Let those rest that have no drafter on."""
-        for i in looked_at:
-            seq_id = slots[i].seq.seq_id
-            if any(track.is_on for track in slots[i].tracks.values()):
-                self._resting.discard(seq_id)
-            else:
-                self._resting.add(seq_id)
+    def settle(self, seq: Sequence, tracks: Mapping[str, Track]) -> None:
+        """Let a sequence rest when it has no drafter on."""
+        if any(track.is_on for track in tracks.values()):
+            self._resting.discard(seq.seq_id)
+        else:
+            self._resting.add(seq.seq_id)
+
+    def expect(self, seq: Sequence, record: Record, track: Track) -> None:
+        """A draft was made, whose outcome will come."""
+        pending = self._pending.setdefault(seq.seq_id, [])
+        if not any(waiting is track for _, waiting in pending):
+            pending.append((record, track))
+
+    def compare(self, seqs: Seq[Sequence], emitted: Seq[Seq[int]]) -> None:
+        """Count the outcomes of drafts, verified or not."""
+        for seq, tokens in zip(seqs, emitted, strict=True) if self._pending else ():
+            if seq.seq_id in self._pending:
+                pending = [(record, track) for record, track in self._pending[seq.seq_id] if record.compare(track, tokens)]
+                if pending:
+                    self._pending[seq.seq_id] = pending
+                else:
+                    del self._pending[seq.seq_id]
 
     def is_plain_due(self) -> bool:
         """Whether the next pass should be without drafts."""
@@ -226,7 +200,7 @@ class Controller:
 
     def account(self, plan: StepPlan, counts: Seq[int], num_emitted: int, milliseconds: Mapping[str, float]) -> None:
         """Learn what a step took."""
-        num_slots, num_drafts, work = len(plan.slots), sum(counts), plan.work
+        num_slots, num_drafts, work = len(plan.seqs), sum(counts), plan.work
         self._num_steps += 1
         self._last = (num_slots, num_drafts)
         total = 1e-3 * sum(milliseconds.values())
@@ -255,8 +229,10 @@ class Controller:
 class StepPlan:
     """One step: whom to ask, what was heard, what is taken, and what came of it."""
 
-    def __init__(self, controller: Controller, slots: list[_Slot], work: PassWork, num_rows_left: int) -> None:
-        self.slots, self.work = slots, work
+    def __init__(self, controller: Controller, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> None:
+        self.seqs, self.work = seqs, work
+        self._limits = limits
+        self._slots: dict[int, _Slot] = {}
         self._controller = controller
         self._num_rows_left = num_rows_left
         self.asked: list[str] = []
@@ -268,36 +244,39 @@ class StepPlan:
 
     def asks(self) -> Iterator[Ask]:
         """The calls to make, each decided when those before it were heard: cheap drafters first."""
-        controller, slots = self._controller, self.slots
-        fixed = [i for i, slot in enumerate(slots) if not slot.seq.adaptive and slot.tracks]
-        wishes = dict(zip(fixed, share([slots[i].limit for i in fixed], self._num_rows_left), strict=True))
+        controller, limits = self._controller, self._limits
+        fixed = [i for i, seq in enumerate(self.seqs) if not seq.adaptive and seq.drafters and limits[i]]
+        wishes = dict(zip(fixed, share([limits[i] for i in fixed], self._num_rows_left), strict=True))
+        awake = controller.awake(self.seqs, limits)
+        self._slots = {i: _Slot(self.seqs[i], limits[i], controller.tracks(self.seqs[i])) for i in (*fixed, *awake)}
         yield from self._fixed_asks({i: wish for i, wish in wishes.items() if wish})
-        awake = controller.awake(slots)
         if not awake:
             return
-        self._price, self._worth = controller.prices(self.work, len(slots))
+        self._price, self._worth = controller.prices(self.work, len(self.seqs))
         here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
         self._row_price = self._price * (controller.cost.seconds(here, 4) - controller.cost.seconds(here)) / 4
-        names = {name: controller.record(name) for i in awake for name in slots[i].tracks}
+        slots = {i: self._slots[i] for i in awake}
+        names = {name: controller.record(name) for slot in slots.values() for name in slot.tracks}
         for name in sorted(names, key=lambda name: names[name].cost.per_sequence.mean):
-            ask = self._free_ask(name, names[name], {i: slots[i].tracks[name] for i in awake if name in slots[i].tracks})
+            ask = self._free_ask(name, names[name], {i: slot.tracks[name] for i, slot in slots.items() if name in slot.tracks})
             if ask is not None:
                 yield ask
-        controller.settle(slots, awake)
+        for slot in slots.values():
+            controller.settle(slot.seq, slot.tracks)
 
     def _fixed_asks(self, wishes: Mapping[int, int]) -> Iterator[Ask]:
-        for name in dict.fromkeys(name for i in wishes for name in self.slots[i].seq.drafters):
-            asked = [i for i in wishes if name in self.slots[i].seq.drafters]
+        for name in dict.fromkeys(name for i in wishes for name in self.seqs[i].drafters):
+            asked = [i for i in wishes if name in self.seqs[i].drafters]
             yield Ask(name, asked, [wishes[i] for i in asked])
 
-    def _free_ask(self, name: str, record: _Record, candidates: Mapping[int, _Track]) -> Ask | None:
+    def _free_ask(self, name: str, record: Record, candidates: Mapping[int, Track]) -> Ask | None:
         """Ask for those requests where this drafter's expected gain covers its cost, and probe for one other if credit allows."""
         controller, num = self._controller, len(candidates)
-        depth, seconds = self._depth(record, num, max(self.slots[i].limit for i in candidates))
+        depth, seconds = self._depth(record, num, max(self._limits[i] for i in candidates))
         least = self._price * (seconds + controller.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
-            gain = self._share * track.gains[self.slots[i].net > 0.0].mean
+            gain = self._share * track.gains[self._slots[i].net > 0.0].mean
             track.is_on = gain > (STAY_ON if track.is_on else TURN_ON) * least and gain > 0.0
             if track.is_on:
                 asked.append(i)
@@ -306,9 +285,9 @@ class StepPlan:
         if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, depth), MAX_CREDIT_SECONDS):
             asked.append(idle[-1])
             self.probed.append(name)
-        return Ask(name, asked, [min(depth, self.slots[i].limit) for i in asked]) if asked else None
+        return Ask(name, asked, [min(depth, self._limits[i]) for i in asked]) if asked else None
 
-    def _depth(self, record: _Record, num_seqs: int, deepest: int) -> tuple[int, float]:
+    def _depth(self, record: Record, num_seqs: int, deepest: int) -> tuple[int, float]:
         """(how deep to draft, seconds of that): as deep as can be used, less where drafting costs much and survival falls.
 
         Leaves in ``_share`` what a draft of that depth is expected to bring of what the deepest would.
@@ -330,13 +309,15 @@ class StepPlan:
         if ask.drafter in self.probed:
             record.credit -= seconds / len(ask.slots)
         for i, draft in zip(ask.slots, drafts, strict=True):
-            slot = self.slots[i]
+            slot = self._slots[i]
             track = slot.tracks[ask.drafter]
             # A drawn draft must not be cut or preferred for the tokens that were drawn: that would bias the rules that weigh them.
             confidence = None if draft.probs is not None else draft.confidence
-            track.tokens, track.next = draft.tokens, 0
-            track.classes = classes_of(confidence, len(draft.tokens))
-            reached = record.acceptance.reach(track.classes, track.shift, record.trust, 0.5 * self._row_price)
+            classes = classes_of(confidence, len(draft.tokens))
+            if draft.tokens:
+                track.tokens, track.classes, track.next = draft.tokens, classes, 0
+                self._controller.expect(slot.seq, record, track)
+            reached = record.acceptance.reach(classes, track.shift, record.trust, 0.5 * self._row_price)
             if not slot.seq.adaptive:
                 if not slot.drafter or sum(reached) > sum(slot.reached):
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
@@ -353,30 +334,37 @@ class StepPlan:
 
     def choose(self) -> list[tuple[str, int]]:
         """Per sequence, whose draft is taken and how many tokens of it; ("", 0) for none."""
-        slots, controller = self.slots, self._controller
-        counts = [0 if slot.seq.adaptive else len(slot.draft.tokens) for slot in slots]
-        if any(slot.net > 0.0 for slot in slots) and not controller.is_plain_due():
-            survivals = [slot.reached if slot.seq.adaptive else [] for slot in slots]
-            forced = sum(counts)
-            most = min(self._num_rows_left - forced, sum(map(len, survivals)))
-            here = PassWork(self.work.num_rows + forced, self.work.keys_read)
+        slots, controller = self._slots, self._controller
+        chosen = [NOBODY] * len(self.seqs)
+        num_fixed = 0
+        for i, slot in slots.items():
+            if not slot.seq.adaptive and slot.draft.tokens:
+                chosen[i] = (slot.drafter, len(slot.draft.tokens))
+                num_fixed += len(slot.draft.tokens)
+        paying = {i: slot for i, slot in slots.items() if slot.seq.adaptive and slot.net > 0.0}
+        if paying and not controller.is_plain_due():
+            survivals = [slot.reached for slot in paying.values()]
+            most = min(self._num_rows_left - num_fixed, sum(map(len, survivals)))
+            here = PassWork(self.work.num_rows + num_fixed, self.work.keys_read)
             seconds = controller.cost.curve(here, most)
-            free = allot(survivals, seconds, self._price, self._worth)
-            controller.note(lambda: self._decision(survivals, seconds, free))
-            counts = [count + more for count, more in zip(counts, free, strict=True)]
-        return [(slot.drafter, count) if count else ("", 0) for slot, count in zip(slots, counts, strict=True)]
+            counts = allot(survivals, seconds, self._price, self._worth)
+            controller.note(lambda: self._decision(paying, seconds, counts))
+            for (i, slot), count in zip(paying.items(), counts, strict=True):
+                if count:
+                    chosen[i] = (slot.drafter, count)
+        return chosen
 
-    def _decision(self, survivals: list[list[float]], seconds: list[float], counts: list[int]) -> dict[str, Any]:
+    def _decision(self, slots: Mapping[int, _Slot], seconds: list[float], counts: list[int]) -> dict[str, Any]:
         return {
-            "sequences": [slot.seq.seq_id for slot in self.slots],
-            "lengths": [len(slot.seq.tokens) for slot in self.slots],
-            "drafters": [slot.drafter for slot in self.slots],
+            "sequences": [slot.seq.seq_id for slot in slots.values()],
+            "lengths": [len(slot.seq.tokens) for slot in slots.values()],
+            "drafters": [slot.drafter for slot in slots.values()],
             "rows": self.work.num_rows,
             "keys_read": self.work.keys_read,
             "price": self._price,
             "worth": self._worth,
             "seconds": seconds,
-            "survivals": survivals,
+            "survivals": [slot.reached for slot in slots.values()],
             "num_tokens": counts,
         }
 
@@ -385,35 +373,14 @@ class StepPlan:
     def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> None:
         """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase."""
         controller = self._controller
-        for slot, tokens, count in zip(self.slots, emitted, counts, strict=True):
-            if count and slot.seq.adaptive:
+        for i, slot in self._slots.items():
+            if counts[i] and slot.seq.adaptive:
                 record = controller.record(slot.drafter)
-                expected = sum(slot.reached[:count]) / record.trust
-                record.expected.add(expected)
-                record.accepted.add(_num_right(slot.draft.tokens[:count], tokens))
-            for name, track in slot.tracks.items():
-                if track.tokens:
-                    _compare(controller.record(name).acceptance, track, tokens)
+                # An emitted token more than those that were accepted is the target's own.
+                record.expected.add(sum(slot.reached[: counts[i]]) / record.trust)
+                record.accepted.add(max(0.0, len(emitted[i]) - 1.0))
+        controller.compare(self.seqs, emitted)
         controller.account(self, counts, sum(map(len, emitted)), milliseconds)
-
-
-def _num_right(draft: Seq[int], emitted: Seq[int]) -> int:
-    """How many tokens of a draft came."""
-    pairs = zip(draft, emitted, strict=False)
-    return next((i for i, (token, came) in enumerate(pairs) if token != came), min(len(draft), len(emitted)))
-
-
-def _compare(acceptance: Acceptance, track: _Track, emitted: Seq[int]) -> None:
-    """Count a draft's tokens against those that came; what is not known yet stays for the next step."""
-    tokens, position = track.tokens, track.next
-    for token in emitted:
-        came = tokens[position] == token
-        acceptance.learn(position, track.classes[position], came, track.shift)
-        position += 1
-        if not came or position == len(tokens):
-            track.tokens = ()
-            return
-    track.next = position
 
 
 def replay_decision(decision: Mapping[str, Any]) -> list[int]:

@@ -11,7 +11,6 @@ rows are compared with.  ``scale`` follows a machine that gets slower or faster;
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -27,6 +26,8 @@ CALIBRATION_ROWS = (1, 5, 2, 9, 3, 17, 4, 33, 7, 65, 6, 13, 8, 25, 49)
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 MAX_ROUNDS = 15
 LEVEL_RATE, BEND_RATE, BEND_DECAY, MAX_SURPRISE = 0.04, 0.12, 0.0003, 0.7
+# Of a node's first pass; what was measured before is believed the less, the fewer passes have confirmed it.
+FIRST_BEND_RATE = 0.4
 # The sum of surprises, in logarithms, after which estimates are worked out again.
 MOVE_PER_UPDATE = 0.3
 
@@ -125,7 +126,8 @@ def calibrate(
 
 
 def _fit(times: Mapping[tuple[int, int], list[float]], short: int, long: int, max_rows: int) -> PassTimes:
-    seconds = {point: statistics.median(some) for point, some in times.items() if some}
+    # Whatever else runs on the machine only ever adds time, and not to all points alike.
+    seconds = {point: min(some) for point, some in times.items() if some}
     many = min(9, max_rows)
     per_read = per_score = 0.0
     if long > short and (1, long) in seconds:
@@ -163,6 +165,7 @@ class PassCost:
         self._per_read, self._per_score = times.per_read, times.per_score
         self._level = 0.0
         self._bends = [0.0] * len(times.rows)
+        self._seen = [0.0] * len(times.rows)
         self._by_rows: list[float] = []
         self._moved = 0.0
 
@@ -194,8 +197,9 @@ class PassCost:
         right = min(bisect_right(rows, num_rows), len(rows) - 1)
         left = max(0, right - 1)
         share = 1.0 if left == right else max(0.0, min(1.0, (num_rows - rows[left]) / (rows[right] - rows[left])))
-        bends[left] += BEND_RATE * (1.0 - share) * surprise
-        bends[right] += BEND_RATE * share * surprise
+        for node, part in ((left, 1.0 - share), (right, share)):
+            bends[node] += max(BEND_RATE, FIRST_BEND_RATE / (1.0 + self._seen[node])) * part * surprise
+            self._seen[node] += part
         for node in range(len(bends)) if any(bends) else ():
             bends[node] *= 1.0 - BEND_DECAY
         self._moved += abs(surprise)

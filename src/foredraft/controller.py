@@ -31,7 +31,7 @@ TURN_ON, STAY_ON = 1.2, 0.8
 # Time is valued a little higher than it is: what only breaks even is not worth its risk.
 MARGIN = 1.05
 # Drafting that costs less than this, in tokens, is always done as deep as can be used.
-CHEAP_TOKENS = 0.02
+CHEAP_TOKENS = 0.1
 SPEED_RATE = 0.02
 NO_DRAFT, NOBODY = Draft(), ("", 0)
 
@@ -64,14 +64,18 @@ class Ask:
 
 
 class _Slot:
-    """A sequence that asks in this step, the most that it can use, and the best draft that was heard for it."""
+    """A sequence that asks in this step, the most that it can use, and the best draft that was heard for it.
 
-    __slots__ = ("draft", "drafter", "limit", "net", "reached", "seq", "tracks")
+    ``before``: tokens, rows that pay, and net tokens of the draft that was best before this one.
+    """
+
+    __slots__ = ("before", "draft", "drafter", "limit", "net", "reached", "seq", "tracks")
 
     def __init__(self, seq: Sequence, limit: int, tracks: dict[str, Track]) -> None:
         self.seq, self.limit, self.tracks = seq, limit, tracks
         self.drafter, self.draft, self.net = "", NO_DRAFT, 0.0
         self.reached: list[float] = []
+        self.before: tuple[tuple[int, ...], int, float] = ((), 0, 0.0)
 
 
 class Controller:
@@ -276,7 +280,7 @@ class StepPlan:
         least = self._price * (seconds + controller.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
-            gain = self._share * track.gains[self._slots[i].net > 0.0].mean
+            gain = self._share * record.gain(track, self._slots[i].net > 0.0)
             track.is_on = gain > (STAY_ON if track.is_on else TURN_ON) * least and gain > 0.0
             if track.is_on:
                 asked.append(i)
@@ -328,6 +332,8 @@ class StepPlan:
             track.gains[kind].add(further)
             record.gains[kind].add(further)
             if net > slot.net or not slot.drafter:
+                rows = sum(self._worth * alive > self._row_price for alive in slot.reached)
+                slot.before = (slot.draft.tokens, rows, slot.net)
                 slot.drafter, slot.draft, slot.reached, slot.net = ask.drafter, draft, reached, net
 
     # -------------------------------------------------------------------------------------------- choosing
@@ -379,8 +385,20 @@ class StepPlan:
                 # An emitted token more than those that were accepted is the target's own.
                 record.expected.add(sum(slot.reached[: counts[i]]) / record.trust)
                 record.accepted.add(max(0.0, len(emitted[i]) - 1.0))
+                self._hold_to_promise(record, slot, counts[i], emitted[i])
         controller.compare(self.seqs, emitted)
         controller.account(self, counts, sum(map(len, emitted)), milliseconds)
+
+    def _hold_to_promise(self, record: Record, slot: _Slot, count: int, emitted: Seq[int]) -> None:
+        """Compare what the draft that was taken brought with what the one before it would have brought."""
+        tokens, rows, net = slot.before
+        if net <= 0.0:
+            return
+        pairs = zip(tokens[:rows], emitted, strict=False)
+        num_right = next((i for i, (token, came) in enumerate(pairs) if token != came), min(rows, len(emitted)))
+        kept = self._worth * (len(emitted) - 1 - num_right) - self._row_price * (count - rows)
+        record.promised.add(slot.net - net)
+        record.kept.add(kept)
 
 
 def replay_decision(decision: Mapping[str, Any]) -> list[int]:

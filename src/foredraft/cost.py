@@ -28,8 +28,8 @@ MAX_ROUNDS = 15
 LEVEL_RATE, BEND_RATE, BEND_DECAY, MAX_SURPRISE = 0.04, 0.12, 0.0003, 0.7
 # Of a node's first pass; what was measured before is believed the less, the fewer passes have confirmed it.
 FIRST_BEND_RATE = 0.4
-# The sum of surprises, in logarithms, after which estimates are worked out again.
-MOVE_PER_UPDATE = 0.3
+# Estimates are worked out again after passes have moved them by so much, in logarithms, and after so many passes anyway.
+MOVE_PER_UPDATE, PASSES_PER_UPDATE = 0.02, 64
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def calibrate(
 
 
 def _fit(times: Mapping[tuple[int, int], list[float]], short: int, long: int, max_rows: int) -> PassTimes:
-    # Whatever else runs on the machine only ever adds time, and not to all points alike.
-    seconds = {point: min(some) for point, some in times.items() if some}
+    # Whatever else runs on the machine adds time, and not to all points alike; the least of all is luck.
+    seconds = {point: sorted(some)[len(some) // 4] for point, some in times.items() if some}
     many = min(9, max_rows)
     per_read = per_score = 0.0
     if long > short and (1, long) in seconds:
@@ -167,7 +167,7 @@ class PassCost:
         self._bends = [0.0] * len(times.rows)
         self._seen = [0.0] * len(times.rows)
         self._by_rows: list[float] = []
-        self._moved = 0.0
+        self._moved, self._num_observed = 0.0, 0
 
     @property
     def times(self) -> PassTimes:
@@ -191,30 +191,31 @@ class PassCost:
         if seconds <= 0.0:
             return
         num_rows, rows, bends = work.num_rows + num_drafts, self._rows, self._bends
-        surprise = math.log(seconds / (self._at(num_rows) + self._context(work, num_drafts)))
-        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        self._level += LEVEL_RATE * surprise
         right = min(bisect_right(rows, num_rows), len(rows) - 1)
         left = max(0, right - 1)
         share = 1.0 if left == right else max(0.0, min(1.0, (num_rows - rows[left]) / (rows[right] - rows[left])))
+        beyond = max(0.0, num_rows - rows[-1]) / (rows[right] - rows[left]) if left < right else 0.0
+        low = self._base[left] * math.exp(self._level + bends[left])
+        high = self._base[right] * math.exp(self._level + bends[right])
+        expected = low + (share + beyond) * (high - low) + self._context(work, num_drafts)
+        surprise = math.log(seconds / expected) if expected > 0.0 else 0.0
+        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        self._level += LEVEL_RATE * surprise
         for node, part in ((left, 1.0 - share), (right, share)):
-            bends[node] += max(BEND_RATE, FIRST_BEND_RATE / (1.0 + self._seen[node])) * part * surprise
+            rate = max(BEND_RATE, FIRST_BEND_RATE / (1.0 + self._seen[node])) * part
+            bends[node] += rate * surprise
             self._seen[node] += part
-        for node in range(len(bends)) if any(bends) else ():
-            bends[node] *= 1.0 - BEND_DECAY
-        self._moved += abs(surprise)
-        if self._moved > MOVE_PER_UPDATE:
-            self._by_rows, self._moved = [], 0.0
+            self._moved += rate * surprise
+        self._num_observed += 1
+        if abs(self._moved) > MOVE_PER_UPDATE or self._num_observed >= PASSES_PER_UPDATE:
+            decay = 1.0 - BEND_DECAY * self._num_observed
+            self._bends = [decay * bend for bend in bends]
+            self._by_rows, self._moved, self._num_observed = [], 0.0, 0
 
     def _context(self, work: PassWork, num_drafts: int) -> float:
         """What the cached tokens add."""
         score = self._per_score * work.keys_read / max(1, work.num_rows)
         return math.exp(self._level) * (self._per_read * work.keys_read + score * num_drafts)
-
-    def _at(self, num_rows: int) -> float:
-        """``base`` by the nodes as they are now."""
-        values = [value * math.exp(self._level + bend) for value, bend in zip(self._base, self._bends, strict=True)]
-        return interpolate(self._rows, values, num_rows)
 
     def _dense(self, most: int) -> list[float]:
         """``base`` of 0, 1, ... at least ``most`` rows, never falling; kept until passes have shown enough that is new."""

@@ -15,7 +15,7 @@ GAIN_RATE, OVERALL_RATE, TRUST_RATE = 0.15, 0.03, 0.02
 # Before a drafter has a record, it is taken to bring this many tokens a draft, and that is believed for one draft.
 FIRST_GAIN, FIRST_WEIGHT = 0.5, 1.0
 # Before drafts were verified, as many are taken to have been as expected.
-TRUST_WEIGHT = 20.0
+TRUST_WEIGHT, FIRST_PROMISE = 20.0, 0.3
 
 
 def _gains(first: tuple[float, float], rate: float) -> tuple[Running, Running]:
@@ -41,7 +41,8 @@ class Record:
     """One drafter over all requests.
 
     ``gains``: net tokens per draft where no earlier drafter had one that pays, and where one had.  ``credit``: seconds that
-    probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.
+    probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.  ``promised`` and ``kept``: net
+    tokens beyond those of an earlier drafter's draft that was passed over for this one's.
     """
 
     cost: DraftCost = field(default_factory=DraftCost)
@@ -50,6 +51,17 @@ class Record:
     credit: float = 0.0
     expected: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
     accepted: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
+
+    promised: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_PROMISE, TRUST_WEIGHT))
+    kept: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_PROMISE, TRUST_WEIGHT))
+
+    def gain(self, track: Track, has_rival: bool) -> float:
+        """Net tokens that a draft is expected to bring in this request, where an earlier drafter has one that pays or has none.
+
+        The better of two drafts was taken because it looked better, so the difference is on average less than it looked.
+        """
+        kept = self.kept.mean / self.promised.mean if has_rival else 1.0
+        return track.gains[has_rival].mean * max(0.0, min(1.0, kept))
 
     @property
     def trust(self) -> float:

@@ -9,6 +9,7 @@ A row's logits depend on its own tokens and positions only, to the last bit: ``e
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,12 +17,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from foredraft.architecture import Architecture, Weight, Weights
-from foredraft.model import check_weights
-from foredraft.ops.chunks import CHUNK_BYTES, read_chunks
 from foredraft.types import CapacityError, ConfigError, ModelFileError, PassOutput, Rows
+from foredraft.weights import CHUNK_BYTES, check_weights, read_chunks
 
 FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
 FORMAT_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -29,6 +28,8 @@ BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q4_1")
 BLOCK_SIZE = 32
 TILE_ROWS = 16
 ALIGNMENT = 64
+# Larger keys or values of a layer ask for huge pages, which are quicker to find; in smaller ones they would waste memory.
+MIN_HUGE_BYTES = 4 * 1024 * 1024
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 
 Bytes = npt.NDArray[np.uint8]
@@ -156,6 +157,7 @@ class NativeModel:
         if instruction_set is not None and instruction_set not in sets:
             raise ConfigError(f"instruction set {instruction_set!r} cannot run on this machine; choose one of: {', '.join(sets)}.")
         self.architecture, self.dtype, self.num_blocks, self.block_size = architecture, dtype, num_blocks, block_size
+        self.threads = threads or num_default_threads()
         self.half_cache = has_half_cache(weights, dtype)
         self.precision = _main_format(weights, dtype)
         kept = {
@@ -175,7 +177,7 @@ class NativeModel:
             architecture.embedding_scale,
             architecture.activation == "gelu_tanh",
             self.half_cache,
-            threads or num_default_threads(),
+            self.threads,
             instruction_set or "",
         )
         self.kv_bytes = architecture.kv_bytes_per_token(2 if self.half_cache else 4) * num_blocks * block_size
@@ -222,11 +224,16 @@ class NativeModel:
     def _cache(self) -> Bytes:
         num_bytes = self.kv_bytes // (2 * self.architecture.num_layers)
         try:
-            return np.zeros(num_bytes, np.uint8)
-        except (MemoryError, ValueError) as error:  # numpy refuses a size beyond the address space with the latter
+            # Straight from the system: such pages are zeros that take no memory until they are written, while the heap would
+            # reuse, and so fill with zeros, what loading left behind.
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"the KV cache needs {self.kv_bytes / 1e6:,.0f} MB, which is not free; lower kv_cache_memory."
             ) from error
+        if num_bytes >= MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, np.uint8)
 
     def forward(self, batch: Sequence[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
         """See types.Target."""
@@ -253,11 +260,10 @@ class NativeModel:
             logits.reshape(-1),
             tapped.reshape(-1),
         )
-        split = torch.split(torch.from_numpy(logits), [rows.num_logits for rows in batch])
-        states = list(torch.split(torch.from_numpy(tapped), num_rows)) if taps else None
-        return PassOutput(list(split), states)
+        num_logits = np.cumsum([rows.num_logits for rows in batch])
+        return PassOutput(np.split(logits, num_logits[:-1]), np.split(tapped, ends[:-1]) if taps else None)
 
     def place(self) -> str:
         """Where it runs, for the start message."""
         repacked = f" (repacked from {', '.join(self._repacked)})" if self._repacked else ""
-        return f"{self.precision}{repacked} on {self._model.threads} CPU threads with native ops ({self._model.isa})"
+        return f"{self.precision}{repacked} on {self.threads} CPU threads with native ops ({self._model.isa})"

@@ -11,14 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
-from foredraft.types import Draft, Sequence, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 MAX_OCCURRENCES = 64
 # Longer matches promise no more.
@@ -115,7 +111,7 @@ class NgramDrafter:
                 yield n, end
                 end = previous[end]
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Nothing to do: ``propose`` indexes whatever was committed meanwhile, and drafts are never indexed."""
 
     def close(self, seq: Sequence) -> None:

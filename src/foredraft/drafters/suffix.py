@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.suffix_statistics import ANCHORS, RequestStatistics, SharedStatistics, Statistics
-from foredraft.types import Draft, Sequence, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 
 class Calibration:
@@ -106,7 +102,7 @@ class SuffixDrafter:
         """One draft per sequence, at most ``num_tokens[i]`` tokens; empty when nothing is likely enough."""
         return [self._draft(seq, num) for seq, num in zip(seqs, num_tokens, strict=True)]
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Learn how far the last draft was right; new tokens are indexed by the next ``propose``."""
         followed = self._followed[seq.seq_id]
         path = followed.path

@@ -49,6 +49,7 @@ ORDER = (
     "target",
     "calibration",
     "drafters",
+    "capacity",
     "scheduler",
     "engine",
     "llm",

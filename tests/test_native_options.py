@@ -14,7 +14,7 @@ import pytest
 
 from foredraft.architecture import Weight
 from foredraft.native import FORMATS, NativeModel, num_default_threads, run_format, why_not_native
-from foredraft.target import ModelTarget, kv_bytes_per_token, resolve_ops
+from foredraft.target import ModelTarget, kv_bytes_per_token, model_bytes, resolve_ops
 from foredraft.torch_model import TorchModel
 from foredraft.types import CapacityError, ConfigError, ModelFileError, Rows
 from hf_weights import FAMILIES, VOCAB_SIZE, prompt
@@ -78,11 +78,15 @@ def test_one_float32_matrix_among_others_does_not_keep_the_cache_in_float32() ->
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
-def test_the_memory_plan_is_not_what_the_cache_takes(format: str, dtype: str) -> None:
+def test_the_memory_plan_is_not_what_weights_and_cache_take(format: str, dtype: str) -> None:
     for ops in ("native", "torch"):
         target = make_target(format, dtype=dtype, ops=ops)
         architecture, weights = tiny("llama", format)
-        assert target.kv_bytes == 64 * kv_bytes_per_token(architecture, weights, device="cpu", dtype=dtype, ops=ops)
+        how: dict[str, Any] = {"device": "cpu", "dtype": dtype, "ops": ops}
+        planned = model_bytes(architecture, weights, threads=1, num_rows=8, max_model_len=64, **how)
+        assert target.kv_bytes == 64 * kv_bytes_per_token(architecture, weights, **how) == 64 * planned.kv_per_token
+        assert target.weight_bytes == sum(planned.weights.values()) and planned.scratch > 0
+        assert target.precision == max(planned.weights, key=lambda name: planned.weights[name])
 
 
 def test_weight_bytes_are_not_those_of_the_format() -> None:

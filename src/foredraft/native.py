@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.architecture import Architecture, Weight, Weights
+from foredraft.memory import ModelBytes
 from foredraft.types import CapacityError, ConfigError, ModelFileError, PassOutput, Rows
 from foredraft.weights import CHUNK_BYTES, check_weights, read_chunks
 
@@ -27,6 +28,7 @@ FORMAT_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q4_1")
 BLOCK_SIZE = 32
 TILE_ROWS = 16
+MAX_ATTENTION_QUERIES = 8
 ALIGNMENT = 64
 # Larger keys or values of a layer ask for huge pages, which are quicker to find; in smaller ones they would waste memory.
 MIN_HUGE_BYTES = 4 * 1024 * 1024
@@ -85,24 +87,51 @@ def num_default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _packed_bytes(weight: Weight, dtype: str) -> int:
+    packed: int = _extension().packed_size(FORMATS[run_format(weight, dtype)], *weight.shape)
+    return -(-packed // ALIGNMENT) * ALIGNMENT
+
+
+def native_bytes(
+    architecture: Architecture, weights: Weights, *, dtype: str, threads: int | None, num_rows: int, max_model_len: int
+) -> ModelBytes:
+    """What a NativeModel takes, without reading any weight; ``num_rows`` rows are the largest pass."""
+    formats: Counter[str] = Counter()
+    for name, shape in architecture.weight_shapes().items():
+        if len(shape) == 2:
+            formats[run_format(weights[name], dtype)] += _packed_bytes(weights[name], dtype)
+        else:
+            formats["F32"] += 4 * shape[0]
+    heads, kv = architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+    num_ropes = len({kind.rope for kind in architecture.layers})
+    # As NativeModel.run in csrc/module.cpp asks for them; what goes into a matrix product is there as int8 too, with three numbers
+    # a block, if a matrix is quantised.
+    inputs = (max(heads, architecture.hidden_size), architecture.intermediate_size)
+    residual = (1 + architecture.sandwich_norms) * architecture.hidden_size
+    floats = residual + num_ropes * architecture.head_dim + heads + 2 * kv + sum(inputs)
+    has_blocks = any(name in BLOCK_FORMATS for name in formats)
+    quantised = sum(width + 12 * (width // BLOCK_SIZE + 1) for width in inputs) if has_blocks else 0
+    scores = 4 * (threads or num_default_threads()) * MAX_ATTENTION_QUERIES * (max_model_len + 32)
+    return ModelBytes(
+        weights=dict(formats),
+        kv_per_token=architecture.kv_bytes_per_token(2 if has_half_cache(weights, dtype) else 4),
+        scratch=num_rows * (4 * floats + quantised) + scores,
+    )
+
+
 class _Packer:
     """Fills one aligned arena with packed matrices, in the order in which a pass reads them."""
 
     def __init__(self, extension: Any, weights: Weights, dtype: str, names: Sequence[str], release: Callable[[], None]) -> None:
         self._extension, self._weights, self._dtype, self._release = extension, weights, dtype, release
-        self.num_bytes = sum(self._size(name) for name in names)
+        self.num_bytes = sum(_packed_bytes(weights[name], dtype) for name in names)
         self._arena = np.zeros(self.num_bytes + ALIGNMENT, np.uint8)
         self._at = -self._arena.ctypes.data % ALIGNMENT
-
-    def _size(self, name: str) -> int:
-        weight = self._weights[name]
-        packed: int = self._extension.packed_size(FORMATS[run_format(weight, self._dtype)], *weight.shape)
-        return -(-packed // ALIGNMENT) * ALIGNMENT
 
     def matrix(self, name: str) -> Any:
         weight = self._weights[name]
         kind = run_format(weight, self._dtype)
-        size = self._size(name)
+        size = _packed_bytes(weight, self._dtype)
         packed = self._arena[self._at : self._at + size]
         self._at += size
         if kind in BLOCK_FORMATS and kind == weight.format and weight.read_blocks is not None:

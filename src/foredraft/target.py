@@ -8,6 +8,7 @@ Importing torch takes over 200 MB and seconds, so it is imported only for a devi
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from typing import Protocol
 
 from foredraft.architecture import Architecture, Weights
 from foredraft.config import DEVICES, DTYPES, OPS
-from foredraft.native import NativeModel, has_half_cache, why_not_native
+from foredraft.memory import ModelBytes, available_bytes
+from foredraft.native import NativeModel, has_half_cache, native_bytes, why_not_native
 from foredraft.types import ConfigError, PassOutput, Rows, refuse_unknown
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,6 +80,43 @@ def kv_bytes_per_token(architecture: Architecture, weights: Weights, *, device: 
     if resolve_ops(ops, architecture, on) == "native":
         return architecture.kv_bytes_per_token(2 if has_half_cache(weights, dtype) else 4)
     return architecture.kv_bytes_per_token(BYTES_PER_VALUE[resolve_dtype(dtype, on)])
+
+
+def model_bytes(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    device: str,
+    dtype: str,
+    ops: str,
+    threads: int | None,
+    num_rows: int,
+    max_model_len: int,
+) -> ModelBytes:
+    """What a ModelTarget with these options takes, without reading any weight; ``num_rows`` rows are the largest pass."""
+    on = resolve_device(device)
+    if resolve_ops(ops, architecture, on) == "native":
+        return native_bytes(architecture, weights, dtype=dtype, threads=threads, num_rows=num_rows, max_model_len=max_model_len)
+    precision = resolve_dtype(dtype, on)
+    size = BYTES_PER_VALUE[precision]
+    num_values = sum(math.prod(shape) for shape in architecture.weight_shapes().values())
+    # An estimate: torch allocates as it goes, and how much at once is its own affair.
+    widths = 4 * architecture.hidden_size + 3 * architecture.intermediate_size + 3 * architecture.num_heads * architecture.head_dim
+    gathered = 4 * architecture.num_kv_heads * architecture.head_dim * max_model_len
+    return ModelBytes(
+        weights={precision: size * num_values},
+        kv_per_token=architecture.kv_bytes_per_token(size),
+        scratch=size * (num_rows * widths + gathered),
+    )
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that can still be taken of the memory where weights and cache are: main memory, or the GPU's."""
+    if device == "cpu":
+        return available_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
 
 
 class Runner(Protocol):

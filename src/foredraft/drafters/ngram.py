@@ -14,6 +14,7 @@ from itertools import islice
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
+from foredraft.memory import BYTES_PER_DICT_ENTRY, DrafterBytes
 from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 MAX_OCCURRENCES = 64
@@ -134,6 +135,12 @@ def _copy(tokens: list[int], start: int, num_tokens: int) -> tuple[int, ...]:
     for i in range(len(copied), num_tokens):
         copied.append(copied[i - period])
     return tuple(copied)
+
+
+def memory(config: SpeculativeConfig) -> DrafterBytes:
+    """What an index takes for each token of a running request, when no n-gram comes twice."""
+    entries = config.prompt_lookup_max
+    return DrafterBytes(per_token=entries * (BYTES_PER_DICT_ENTRY + 4) + 4 * (entries + 1))
 
 
 def create(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:

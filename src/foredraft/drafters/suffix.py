@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.suffix_statistics import ANCHORS, RequestStatistics, SharedStatistics, Statistics
+from foredraft.memory import BYTES_PER_DICT_ENTRY, DrafterBytes
 from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 
@@ -202,6 +203,12 @@ def _longest(tokens: Seq[int], ends: list[int], suffix: list[int], anchor: int) 
         if length == longest:
             furthest.append(end)
     return longest, furthest
+
+
+def memory(config: SpeculativeConfig) -> DrafterBytes:
+    """The limit of the shared statistics, and what indexing a request takes for each of its tokens, when no anchor comes twice."""
+    shared = config.suffix_decoding_max_bytes if config.suffix_decoding_max_cached_requests else 0
+    return DrafterBytes(fixed=shared, per_token=len(ANCHORS) * (BYTES_PER_DICT_ENTRY + 4))
 
 
 def create(config: SpeculativeConfig, context: DrafterContext) -> SuffixDrafter:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from foredraft import LLM, SamplingParams
-from foredraft.types import Draft, Sequence, Verdict
+from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 
 class EchoDrafter:
@@ -22,7 +20,7 @@ class EchoDrafter:
                 return Draft(tuple(tokens[index + 1 : index + 1 + num]))
         return Draft()
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Any) -> None: ...
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None: ...
 
     def close(self, seq: Sequence) -> None: ...
 

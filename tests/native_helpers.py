@@ -71,28 +71,29 @@ def make_native(family: str, format: str, **options: Any) -> NativeModel:
 ALL_TAPS = (0, 1, 2, 3)
 
 
-def one_pass(model: Any, tokens: Sequence[int], table: Sequence[int], start: int = 0) -> torch.Tensor:
+def one_pass(model: Any, tokens: Sequence[int], table: Sequence[int], start: int = 0) -> Floats:
     """Logits and the states of all layers of every row, side by side: [T, V + 4 d]."""
     out = model.forward([Rows(tokens, start, len(tokens), table)], ALL_TAPS)
     assert out.hidden is not None
-    return torch.cat([out.logits[0], out.hidden[0]], dim=1)
+    return np.concatenate([out.logits[0], out.hidden[0]], axis=1)
 
 
-def in_chunks(model: Any, tokens: Sequence[int], table: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def in_chunks(model: Any, tokens: Sequence[int], table: Sequence[int], sizes: Sequence[int]) -> Floats:
     """The same from passes of the given numbers of rows, over and over until the tokens end."""
     parts, done = [], 0
     while done < len(tokens):
         size = sizes[len(parts) % len(sizes)]
         parts.append(one_pass(model, tokens[done : done + size], table, done))
         done += size
-    return torch.cat(parts)
+    return np.concatenate(parts)
 
 
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same_bits(actual: Floats, expected: Floats) -> None:
     __tracebackhide__ = True
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    different = (actual.view(torch.int32) != expected.view(torch.int32)).nonzero()
-    assert not len(different), f"{len(different)} of {actual.numel()} values differ, first at {different[0].tolist()}"
+    # Equal as numbers is not enough: two NaNs differ, and the two zeros are equal.
+    different = np.argwhere(np.ascontiguousarray(actual).view(np.int32) != np.ascontiguousarray(expected).view(np.int32))
+    assert not len(different), f"{len(different)} of {actual.size} values differ, first at {different[0].tolist()}"
 
 
 class PackedMatrix:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from engine_helpers import Lab, Outcome, Request, plain, reference, scripted
 from foredraft.controller import Controller
@@ -192,7 +191,7 @@ class BusyDrafter(ScriptedDrafter):
         self.num_proposed += 1
         return super().propose(seqs, num_tokens)
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: torch.Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         super().observe(seq, verdict, hidden)
         self.present[seq.seq_id] += len(verdict.tokens)
         assert len(seq.tokens) == self.present[seq.seq_id]
@@ -259,7 +258,7 @@ def test_hidden_states_are_those_of_the_rows_that_stand_and_of_the_layers_asked_
         if not wanted:
             assert mine == [None] * len(mine)
             continue
-        found = torch.cat([hidden for hidden in mine if hidden is not None]).reshape(-1, len(wanted), 3).tolist()
+        found = np.concatenate([hidden for hidden in mine if hidden is not None]).reshape(-1, len(wanted), 3).tolist()
         # The last token is never computed, unless it was a draft token that stood.
         assert len(found) == seq.num_computed in (len(seq.tokens) - 1, len(seq.tokens))
         expected = [[[token, position, layer] for layer in wanted] for position, token in enumerate(seq.tokens[: len(found)])]
@@ -277,7 +276,7 @@ def test_a_drafter_that_reads_hidden_states_misses_those_of_cached_tokens_or_aft
             assert seq.num_cached == 0
             positions.setdefault(seq.seq_id, []).append([])
 
-        def observe(self, seq: Sequence, verdict: Verdict, hidden: torch.Tensor | None) -> None:
+        def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
             super().observe(seq, verdict, hidden)
             assert hidden is not None
             assert hidden[:, 0].tolist() == seq.tokens[seq.num_computed - len(hidden) : seq.num_computed]

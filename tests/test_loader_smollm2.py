@@ -82,7 +82,7 @@ def test_any_text_of_known_bytes_survives(checkpoint: Checkpoint, text: str) -> 
 
 
 MEASURE_LOADING = """
-import sys, torch
+import sys
 from pathlib import Path
 from foredraft.loader import load_checkpoint
 from foredraft.target import ModelTarget

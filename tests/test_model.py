@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from foredraft.architecture import Architecture, LayerKind, Rope, Weight
-from foredraft.model import Decoder, check_weights
+from foredraft.model import Decoder
 from foredraft.ops import KVStorage, create_ops
 from foredraft.types import ModelFileError, Rows
+from foredraft.weights import check_weights
 from hf_weights import FAMILIES, case, prompt, vector
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 
 from foredraft.architecture import Architecture, LayerKind, Rope
 from foredraft.native import FORMATS, NativeModel
-from foredraft.target import TorchModel
+from foredraft.torch_model import TorchModel
 from foredraft.types import Rows
 from hf_weights import FAMILIES, VOCAB_SIZE, prompt, random_weights, vector
 from native_helpers import (
     INSTRUCTION_SETS,
+    Floats,
     assert_same_bits,
     in_chunks,
     make_native,
@@ -32,14 +34,14 @@ each_format = pytest.mark.parametrize("format", FORMATS)
 each_set = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 
 
-def make_torch(family: str, format: str, dtype: torch.dtype = torch.float32) -> TorchModel:
+def make_torch(family: str, format: str, dtype: str = "float32") -> TorchModel:
     architecture, weights = tiny(family, format)
-    return TorchModel(architecture, weights, device=torch.device("cpu"), dtype=dtype, threads=None, num_blocks=64, block_size=4)
+    return TorchModel(architecture, weights, device="cpu", dtype=dtype, threads=None, num_blocks=64, block_size=4)
 
 
-def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(actual: Floats, expected: Floats) -> float:
     """Norm of the difference relative to the norm of what is expected."""
-    return float((actual - expected).norm() / expected.norm())
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 # ------------------------------------------------------------------------------------------------ the same bits
@@ -51,7 +53,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_bits_depend_on_the_company_of_a_row(family: str, format: str, instruction_set: str) -> None:
     model, tokens = make_native(family, format, instruction_set=instruction_set), prompt(33)
     alone = in_chunks(model, tokens, range(9), [1])
-    assert torch.isfinite(alone).all()
+    assert np.isfinite(alone).all()
     # As a prompt, in chunks, in blocks out of order, and on a model with another block size.
     assert_same_bits(one_pass(model, tokens, range(20, 29)), alone)
     assert_same_bits(in_chunks(model, tokens, [40, 9, 33, 2, 61, 60, 30, 31, 10], [3, 1, 8, 5, 2, 14]), alone)
@@ -62,7 +64,7 @@ def test_bits_depend_on_the_company_of_a_row(family: str, format: str, instructi
     mates = [Rows(prompt(n, seed=n), 0, n, range(start, start + 5)) for n, start in ((1, 40), (18, 45), (7, 50))]
     out = model.forward([mates[0], Rows(tokens, 0, 33, range(9)), *mates[1:], Rows(tokens[:5], 0, 5, [60, 61])], (0, 1, 2, 3))
     assert out.hidden is not None
-    together = [torch.cat([logits, states], dim=1) for logits, states in zip(out.logits, out.hidden, strict=True)]
+    together = [np.concatenate([logits, states], axis=1) for logits, states in zip(out.logits, out.hidden, strict=True)]
     assert_same_bits(together[1], alone)
     assert_same_bits(together[4], alone[:5])
 
@@ -102,8 +104,8 @@ def test_some_split_into_passes_and_batches_changes_bits(data: st.DataObject) ->
     model = make_native(family, format, num_blocks=150, block_size=block_size, threads=threads)
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     prompts = [prompt(length, seed=i) for i, length in enumerate(lengths)]
-    tables = torch.tensor(data.draw(st.permutations(range(150)))).view(5, 30).tolist()
-    done, collected = [0] * len(prompts), [list[torch.Tensor]() for _ in prompts]
+    tables = np.array(data.draw(st.permutations(range(150)))).reshape(5, 30).tolist()
+    done, collected = [0] * len(prompts), [list[Floats]() for _ in prompts]
     while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
         waiting = [i for i, p in enumerate(prompts) if done[i] < len(p)]
         members = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True))
@@ -114,7 +116,7 @@ def test_some_split_into_passes_and_batches_changes_bits(data: st.DataObject) ->
             done[i] += n
     for tokens, parts in zip(prompts, collected, strict=True):
         whole = one_pass(model, tokens, tables[4])[:, :VOCAB_SIZE]
-        assert_same_bits(torch.cat(parts), whole)
+        assert_same_bits(np.concatenate(parts), whole)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -128,7 +130,7 @@ def test_a_broken_sequence_breaks_its_mates_or_the_next_owner_of_its_blocks(bloc
     expected = one_pass(model, healthy, range(3))
     out = model.forward([Rows([1, *[7] * 15], 0, 16, range(9, 13)), Rows(healthy, 0, 9, [5, 6, 7])])
     assert_same_bits(out.logits[1], expected[:, :VOCAB_SIZE])
-    assert torch.isnan(out.logits[0][1:]).all() and torch.isfinite(out.logits[0][0]).all()
+    assert np.isnan(out.logits[0][1:]).all() and np.isfinite(out.logits[0][0]).all()
     assert_same_bits(in_chunks(model, healthy, range(9, 12), [2, 1]), expected)
 
 
@@ -140,7 +142,7 @@ def test_a_broken_sequence_breaks_its_mates_or_the_next_owner_of_its_blocks(bloc
 def test_float32_is_not_that_of_the_torch_ops(family: str, instruction_set: str) -> None:
     reference, tokens = make_torch(family, "F32"), prompt(40)
     model = make_native(family, "F32", instruction_set=instruction_set)
-    torch.testing.assert_close(one_pass(model, tokens, range(10)), one_pass(reference, tokens, range(10)), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(one_pass(model, tokens, range(10)), one_pass(reference, tokens, range(10)), rtol=0, atol=1e-4)
 
 
 # The most that the norm of the error may be, relative to that of the logits: up to twice what these models were seen to have.  Both
@@ -176,7 +178,7 @@ def test_a_precision_that_was_asked_for_is_not_that_of_a_file_in_it(dtype: str) 
     assert_same_bits(one_pass(asked, tokens, range(5)), one_pass(given_by_file, tokens, range(5)))
 
 
-def activation_of(gates: np.ndarray, activation: str, instruction_set: str) -> torch.Tensor:
+def activation_of(gates: np.ndarray, activation: str, instruction_set: str) -> npt.NDArray[np.float64]:
     """act(gate) * 1 for each of 256 gates, as the second half of a layer without attention computes it."""
     size, small = 256, 2.0**-30
     architecture = Architecture("llama", 1, size, size, 1, 1, 16, 8, 0.0, (LayerKind(Rope(1e4)),), activation, tie_embeddings=True)
@@ -191,7 +193,7 @@ def activation_of(gates: np.ndarray, activation: str, instruction_set: str) -> t
     model = NativeModel(architecture, weights, instruction_set=instruction_set, **options)
     out = model.forward([Rows([0], 0, 0, [0])], (1,))
     assert out.hidden is not None
-    return out.hidden[0][0].double() - small
+    return out.hidden[0][0].astype(np.float64) - small
 
 
 @each_set
@@ -202,7 +204,7 @@ def test_an_activation_is_not_that_of_torch(activation: str, instruction_set: st
     exact = torch.from_numpy(gates.astype(np.float64))
     tanh_gelu = 0.5 * exact * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3)))
     expected = torch.nn.functional.silu(exact) if activation == "silu" else tanh_gelu
-    torch.testing.assert_close(activation_of(gates, activation, instruction_set), expected, rtol=2e-6, atol=1e-8)
+    np.testing.assert_allclose(activation_of(gates, activation, instruction_set), expected, rtol=2e-6, atol=1e-8)
 
 
 @each_set
@@ -212,7 +214,7 @@ def test_contexts_around_a_multiple_of_16_are_wrong(length: int, instruction_set
         tokens, reference = prompt(length), make_torch(family, "F32")
         model = make_native(family, "F32", instruction_set=instruction_set, block_size=block_size)
         expected, actual = one_pass(reference, tokens, range(63)), one_pass(model, tokens, range(63))
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 192, 256])
@@ -222,10 +224,10 @@ def test_a_size_of_heads_is_not_served(head_dim: int, instruction_set: str) -> N
     architecture = dataclasses.replace(base, head_dim=head_dim, num_heads=3, num_kv_heads=1, layers=base.layers[:1])
     weights, tokens = random_weights(architecture), prompt(20)
     sizes: dict[str, Any] = {"threads": None, "num_blocks": 8, "block_size": 4}
-    reference = TorchModel(architecture, weights, device=torch.device("cpu"), dtype=torch.float32, **sizes)
+    reference = TorchModel(architecture, weights, device="cpu", dtype="float32", **sizes)
     model = NativeModel(architecture, weights, dtype="auto", instruction_set=instruction_set, **sizes)
     expected, actual = (m.forward([Rows(tokens, 0, 20, range(5))]).logits[0] for m in (reference, model))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_heads", [1, 5, 8, 9, 70])
@@ -234,7 +236,7 @@ def test_a_number_of_heads_for_one_key_is_not_served(num_heads: int) -> None:
     architecture = dataclasses.replace(base, num_heads=num_heads, num_kv_heads=1, layers=base.layers[:1])
     weights, tokens = random_weights(architecture), prompt(20)
     sizes: dict[str, Any] = {"threads": 1, "num_blocks": 8, "block_size": 4}
-    reference = TorchModel(architecture, weights, device=torch.device("cpu"), dtype=torch.float32, **sizes)
+    reference = TorchModel(architecture, weights, device="cpu", dtype="float32", **sizes)
     expected = reference.forward([Rows(tokens, 0, 20, range(5))]).logits[0]
     model = NativeModel(architecture, weights, dtype="auto", **sizes)
-    torch.testing.assert_close(model.forward([Rows(tokens, 0, 20, range(5))]).logits[0], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(model.forward([Rows(tokens, 0, 20, range(5))]).logits[0], expected, rtol=0, atol=1e-4)

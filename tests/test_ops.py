@@ -6,9 +6,9 @@ import torch
 
 from foredraft.architecture import Architecture, LayerKind, Rope, Weight
 from foredraft.ops import Geometry, KVStorage, PassLayout, create_ops, rotary_rows
-from foredraft.ops.chunks import read_chunks
 from foredraft.ops.torch_ops import MAX_ROWS_WEIGHTS_LEFT, TorchOps
 from foredraft.types import ModelFileError, Rows
+from foredraft.weights import read_chunks
 from hf_weights import vector
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -146,7 +146,7 @@ def test_embedding_gathers_and_scales() -> None:
 
 
 def test_chunks_cover_a_weight_once_and_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foredraft.ops.chunks.CHUNK_BYTES", 100)
+    monkeypatch.setattr("foredraft.weights.CHUNK_BYTES", 100)
     values = np.arange(70, dtype=np.float32).reshape(14, 5)
     values.flags.writeable = False
     chunks = list(read_chunks("w", vector(values)))

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from foredraft import passes, report
 from foredraft.architecture import LayerKind, Rope
@@ -56,7 +56,7 @@ class FakeTarget:
     def forward(self, batch: list[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
         self.now += self.cost(batch, len(self.seen))
         self.seen.append(batch)
-        return PassOutput([torch.zeros(rows.num_logits, self.vocab_size) for rows in batch])
+        return PassOutput([np.zeros((rows.num_logits, self.vocab_size), np.float32) for rows in batch])
 
 
 def timer_of(target: FakeTarget, num_blocks: int = 1000, block_size: int = 16) -> PassTimer:
@@ -204,7 +204,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
 
         speeds = iter(bandwidths)
 
-        def measure(device: torch.device, *, num_bytes: int, threads: int) -> dict[str, Any]:
+        def measure(device: str, *, num_bytes: int, threads: int) -> dict[str, Any]:
             assert threads == 2
             return {"best": next(speeds), "median": 1.5e9, "buffer_bytes": num_bytes, "repeats": 3}
 

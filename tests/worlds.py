@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import pytest
-import torch
 
 from engine_helpers import (
     DRAFTERS,
@@ -198,15 +198,15 @@ class Slice:
         output = self._model.forward(moved, taps)
         return PassOutput([self._bent(*pair) for pair in zip(batch, output.logits, strict=True)], output.hidden)
 
-    def _bent(self, rows: Rows, logits: torch.Tensor) -> torch.Tensor:
+    def _bent(self, rows: Rows, logits: FloatArray) -> FloatArray:
         if self._errs:
             first = rows.start + len(rows.tokens) - len(logits)
             bad = [i for i in range(len(logits)) if (first + i) % 4 == 3]
-            logits[bad] = logits[bad].roll(1, dims=1)
+            logits[bad] = np.roll(logits[bad], 1, axis=1)
         num_more = self.vocab_size - logits.shape[1]
         if num_more <= 0:
             return logits[:, : self.vocab_size]
-        return torch.cat([logits, (logits.amax(1, keepdim=True) + 1).expand(-1, num_more)], dim=1)
+        return np.concatenate([logits, np.broadcast_to(logits.max(axis=1, keepdims=True) + 1, (len(logits), num_more))], axis=1)
 
     def row(self, context: list[int]) -> FloatArray:
         """Logits of the token after ``context``, computed in one pass and without a cache, float32 [vocab_size]."""
@@ -287,7 +287,7 @@ class ModelWorld:
         size = 4
         first = ALONE * (REGION_TOKENS // size)
         blocks = range(first, first + -(-len(tokens) // size))
-        return list(self.model(size).forward([Rows(tokens, 0, num_logits, blocks)]).logits[0].numpy())
+        return list(self.model(size).forward([Rows(tokens, 0, num_logits, blocks)]).logits[0])
 
     def scores(self, tokens: Seq[int]) -> list[FloatArray]:
         key = tuple(tokens)

@@ -298,7 +298,7 @@ def _describe_model(llm: LLM, options: BenchOptions) -> dict[str, Any]:
     return {
         "name": options.model,
         "quantization": llm.checkpoint.quantization,
-        "device": resolve_device(options.device).type,
+        "device": resolve_device(options.device),
         "dtype": llm.target.precision,
         "exactness": llm.target.exactness,
         "weight_bytes": llm.target.weight_bytes,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from foredraft.controller import Controller, StepPlan, most_drafts
 from foredraft.cost import PassWork
@@ -33,9 +32,6 @@ from foredraft.types import (
     Verdict,
 )
 from foredraft.verify import RowDistribution, Rule
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PLAIN = "none"
 
@@ -287,16 +283,15 @@ class Engine:
         names = {name for item in work for name in item.seq.drafters}
         return tuple(sorted({layer for name in names for layer in self._drafters[name].hidden_layers}))
 
-    def _note_prompt_logprobs(self, item: _Work, rows: Tensor) -> None:
+    def _note_prompt_logprobs(self, item: _Work, rows: FloatArray) -> None:
         seq = item.seq
         if not _wants_prompt_logprobs(seq):
             return
-        logits: FloatArray = rows.numpy(force=True)
         if not seq.prompt_logprobs:
             seq.prompt_logprobs.append(None)
         for i in range(min(item.num_rows, seq.num_prompt - seq.num_computed - 1)):
             token = seq.tokens[seq.num_computed + i + 1]
-            seq.prompt_logprobs.append(token_logprobs(logits[i], token, seq.params.prompt_logprobs or 0))
+            seq.prompt_logprobs.append(token_logprobs(rows[i], token, seq.params.prompt_logprobs or 0))
 
     def _account(self, work: list[_Work], plan: StepPlan, watch: Stopwatch) -> None:
         if not work:
@@ -342,10 +337,9 @@ def _wants_prompt_logprobs(seq: Sequence) -> bool:
     return seq.params.prompt_logprobs is not None and seq.num_computed < seq.num_prompt
 
 
-def _draft_rows(rows: Tensor, draft: Draft) -> FloatArray:
+def _draft_rows(rows: FloatArray, draft: Draft) -> FloatArray:
     """The last K + 1 of a sequence's logits rows: those of its last known token and of its draft."""
-    logits: FloatArray = rows[len(rows) - len(draft.tokens) - 1 :].numpy(force=True)
-    return logits
+    return rows[len(rows) - len(draft.tokens) - 1 :]
 
 
 def _row_distribution(seq: Sequence, draft: Draft, logits: FloatArray) -> RowDistribution:
@@ -355,13 +349,12 @@ def _row_distribution(seq: Sequence, draft: Draft, logits: FloatArray) -> RowDis
     return row
 
 
-def _select(hidden: Tensor, taps: tuple[int, ...], layers: tuple[int, ...]) -> Tensor | None:
+def _select(hidden: FloatArray, taps: tuple[int, ...], layers: tuple[int, ...]) -> FloatArray | None:
     """The columns of ``layers`` among those of all tapped layers."""
     if not layers:
         return None
-    columns = hidden.view(len(hidden), len(taps), -1)
-    selected = columns[:, [taps.index(layer) for layer in layers]].flatten(1)
-    return selected
+    columns = hidden.reshape(len(hidden), len(taps), hidden.shape[1] // len(taps))
+    return columns[:, [taps.index(layer) for layer in layers]].reshape(len(hidden), len(layers) * columns.shape[2])
 
 
 def _sound(draft: Draft, num_wanted: int, vocab_size: int) -> Draft:

@@ -17,6 +17,7 @@ from typing import Any
 
 from foredraft import __version__
 from foredraft.calibration import Identity, pass_times
+from foredraft.capacity import plan_memory
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.controller import Controller
 from foredraft.cost import PassCost, PassTimes
@@ -25,11 +26,9 @@ from foredraft.drafters.context import DrafterContext, DrafterFactory, DraftMode
 from foredraft.engine import Emission, Engine
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint, Detokenizer, Progress, cache_dir, load_checkpoint
-from foredraft.memory import available_bytes, check_context_fits, default_kv_bytes, plan_kv_blocks
 from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from foredraft.target import ModelTarget, kv_bytes_per_token
+from foredraft.target import ModelTarget
 from foredraft.types import (
-    ConfigError,
     Drafter,
     RequestError,
     SamplingParams,
@@ -67,6 +66,8 @@ class Request:
 class LLM:
     """One target model, ready to answer.  Not safe for use from several threads; AsyncLLM is.
 
+    ``memory`` is the plan that it was built by: bytes of every buffer, and requests that fit at once.
+
     Args:
         model: a Hugging Face folder, a .gguf file, a hub id, or an alias such as ``smollm2-135m``.
         speculative_config: a mapping or JSON as vLLM takes it, or a SpeculativeConfig; None is ``auto``.
@@ -97,7 +98,8 @@ class LLM:
         self.checkpoint = load_checkpoint(model, progress=progress)
         name = self.speculative_config.model
         draft = load_checkpoint(name, progress=progress) if name is not None else None
-        self.max_model_len, num_blocks = self._plan_memory(draft)
+        self.memory = plan_memory(self.checkpoint, draft, self.config, self.speculative_config)
+        self.max_model_len, num_blocks = self.memory.max_model_len, self.memory.num_blocks
         self.target = self._build_target(self.checkpoint, self.max_model_len, num_blocks)
         self.kv = KVCache(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
         self._draft_checkpoint, self._num_blocks = draft, num_blocks
@@ -122,25 +124,6 @@ class LLM:
         self._draw_seed = random.Random(self.config.seed).getrandbits if self.config.seed is not None else secrets.randbits
 
     # -------------------------------------------------------------------------------------------- building
-
-    def _plan_memory(self, draft: Checkpoint | None) -> tuple[int, int]:
-        """(max_model_len, number of KV blocks that the target, and a draft model, each get)."""
-        architecture, config = self.checkpoint.architecture, self.config
-        how = {"device": config.device, "dtype": config.dtype, "ops": config.ops}
-        models = [checkpoint for checkpoint in (self.checkpoint, draft) if checkpoint is not None]
-        bytes_per_token = [kv_bytes_per_token(model.architecture, model.weights, **how) for model in models]
-        most = architecture.max_position_embeddings
-        wanted = config.max_model_len or most
-        if wanted > most:
-            raise ConfigError(
-                f"max_model_len must be at most {most}, the context of {self.checkpoint.name}, not {wanted}; lower it."
-            )
-        budget = config.kv_cache_memory or default_kv_bytes(sum(bytes_per_token), wanted, available_bytes())
-        num_blocks = plan_kv_blocks(budget, bytes_per_token, config.block_size)
-        if config.max_model_len is None and config.kv_cache_memory is None:
-            wanted = min(wanted, num_blocks * config.block_size)
-        check_context_fits(num_blocks, config.block_size, wanted, budget)
-        return wanted, num_blocks
 
     def _build_target(self, checkpoint: Checkpoint, max_model_len: int, num_blocks: int) -> ModelTarget:
         config = self.config

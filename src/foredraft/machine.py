@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from foredraft.types import Clock
 
@@ -25,6 +24,8 @@ def describe_machine() -> dict[str, Any]:
 
     ``load`` is the number of programs that wanted a core over the last minute; other work on the machine spoils timings.
     """
+    import torch
+
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -42,7 +43,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_read_bandwidth(
-    device: torch.device,
+    device: str,
     *,
     num_bytes: int | None = None,
     threads: int | None = None,
@@ -51,15 +52,19 @@ def measure_read_bandwidth(
 ) -> dict[str, Any]:
     """Bytes per second at which torch sums a float32 buffer of ``num_bytes`` bytes again and again, on ``threads`` CPU threads.
 
+    ``device`` is ``cpu`` or ``cuda``.
+
     Passes read the same weights again and again too, so a buffer as large as they are gives what a pass can at most reach: caches
     keep a part of it, more of a small one.  None takes a buffer that no cache holds a notable part of.  ``threads`` None takes as
     many as torch is set to.  ``best`` is nearest to what the machine can do, ``median`` to what it did under its present load.
     """
+    import torch
+
     # Numpy asks for huge pages, as the native ops' weights have them; with small ones the CPU spends time on finding addresses.
     values = torch.from_numpy(np.ones((num_bytes or _buffer_bytes()) // 4, np.float32))
-    buffer = values if device.type == "cpu" else values.to(device)
+    buffer = values if device == "cpu" else values.to(device)
     # A GPU reads the buffer in a fraction of a millisecond, beside which one launch would be seen.
-    num_passes = 8 if device.type == "cuda" else 1
+    num_passes = 8 if device == "cuda" else 1
     speeds = []
     num_before = torch.get_num_threads()
     torch.set_num_threads(threads or num_before)

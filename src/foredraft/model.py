@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foredraft.architecture import Architecture, LayerKind, Weights
 from foredraft.ops import Geometry, KVStorage, Ops, PassLayout, rotary_rows
-from foredraft.types import ModelFileError, Rows
+from foredraft.types import Rows
+from foredraft.weights import check_weights
 
 
 @dataclass(frozen=True)
@@ -36,30 +37,6 @@ class DecoderLayer:
     gate_up: Any
     down: Any
     post_mlp_norm: Tensor | None
-
-
-def check_weights(architecture: Architecture, weights: Weights) -> None:
-    """Every weight of the architecture is there with its shape, and no other.
-
-    Raises:
-        ModelFileError: names the tensor.
-    """
-    shapes = architecture.weight_shapes()
-    for name, shape in shapes.items():
-        if name not in weights:
-            raise ModelFileError(f"tensor {name!r} {shape} is missing from the model; fetch the model again.")
-        if tuple(weights[name].shape) != shape:
-            raise ModelFileError(
-                f"tensor {name!r} must have shape {shape} as the model's config says, not {tuple(weights[name].shape)}; "
-                "fetch config and weights of the same model."
-            )
-    ignored = {"lm_head"} if architecture.tie_embeddings else set()
-    unexpected = sorted(set(weights) - set(shapes) - ignored)
-    if unexpected:
-        raise ModelFileError(
-            f"tensor {unexpected[0]!r} has no place in a {architecture.family} model as its config describes it; "
-            "fetch config and weights of the same model."
-        )
 
 
 class _Reader:

@@ -9,6 +9,7 @@ A row's logits depend on its own tokens and positions only, to the last bit: ``e
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,19 +17,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from foredraft.architecture import Architecture, Weight, Weights
-from foredraft.model import check_weights
-from foredraft.ops.chunks import CHUNK_BYTES, read_chunks
+from foredraft.memory import ModelBytes
 from foredraft.types import CapacityError, ConfigError, ModelFileError, PassOutput, Rows
+from foredraft.weights import CHUNK_BYTES, check_weights, read_chunks
 
 FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
 FORMAT_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q4_1")
 BLOCK_SIZE = 32
 TILE_ROWS = 16
+MAX_ATTENTION_QUERIES = 8
 ALIGNMENT = 64
+# Larger keys or values of a layer ask for huge pages, which are quicker to find; in smaller ones they would waste memory.
+MIN_HUGE_BYTES = 4 * 1024 * 1024
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 
 Bytes = npt.NDArray[np.uint8]
@@ -84,24 +87,51 @@ def num_default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _packed_bytes(weight: Weight, dtype: str) -> int:
+    packed: int = _extension().packed_size(FORMATS[run_format(weight, dtype)], *weight.shape)
+    return -(-packed // ALIGNMENT) * ALIGNMENT
+
+
+def native_bytes(
+    architecture: Architecture, weights: Weights, *, dtype: str, threads: int | None, num_rows: int, max_model_len: int
+) -> ModelBytes:
+    """What a NativeModel takes, without reading any weight; ``num_rows`` rows are the largest pass."""
+    formats: Counter[str] = Counter()
+    for name, shape in architecture.weight_shapes().items():
+        if len(shape) == 2:
+            formats[run_format(weights[name], dtype)] += _packed_bytes(weights[name], dtype)
+        else:
+            formats["F32"] += 4 * shape[0]
+    heads, kv = architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+    num_ropes = len({kind.rope for kind in architecture.layers})
+    # As NativeModel.run in csrc/module.cpp asks for them; what goes into a matrix product is there as int8 too, with three numbers
+    # a block, if a matrix is quantised.
+    inputs = (max(heads, architecture.hidden_size), architecture.intermediate_size)
+    residual = (1 + architecture.sandwich_norms) * architecture.hidden_size
+    floats = residual + num_ropes * architecture.head_dim + heads + 2 * kv + sum(inputs)
+    has_blocks = any(name in BLOCK_FORMATS for name in formats)
+    quantised = sum(width + 12 * (width // BLOCK_SIZE + 1) for width in inputs) if has_blocks else 0
+    scores = 4 * (threads or num_default_threads()) * MAX_ATTENTION_QUERIES * (max_model_len + 32)
+    return ModelBytes(
+        weights=dict(formats),
+        kv_per_token=architecture.kv_bytes_per_token(2 if has_half_cache(weights, dtype) else 4),
+        scratch=num_rows * (4 * floats + quantised) + scores,
+    )
+
+
 class _Packer:
     """Fills one aligned arena with packed matrices, in the order in which a pass reads them."""
 
     def __init__(self, extension: Any, weights: Weights, dtype: str, names: Sequence[str], release: Callable[[], None]) -> None:
         self._extension, self._weights, self._dtype, self._release = extension, weights, dtype, release
-        self.num_bytes = sum(self._size(name) for name in names)
+        self.num_bytes = sum(_packed_bytes(weights[name], dtype) for name in names)
         self._arena = np.zeros(self.num_bytes + ALIGNMENT, np.uint8)
         self._at = -self._arena.ctypes.data % ALIGNMENT
-
-    def _size(self, name: str) -> int:
-        weight = self._weights[name]
-        packed: int = self._extension.packed_size(FORMATS[run_format(weight, self._dtype)], *weight.shape)
-        return -(-packed // ALIGNMENT) * ALIGNMENT
 
     def matrix(self, name: str) -> Any:
         weight = self._weights[name]
         kind = run_format(weight, self._dtype)
-        size = self._size(name)
+        size = _packed_bytes(weight, self._dtype)
         packed = self._arena[self._at : self._at + size]
         self._at += size
         if kind in BLOCK_FORMATS and kind == weight.format and weight.read_blocks is not None:
@@ -156,6 +186,7 @@ class NativeModel:
         if instruction_set is not None and instruction_set not in sets:
             raise ConfigError(f"instruction set {instruction_set!r} cannot run on this machine; choose one of: {', '.join(sets)}.")
         self.architecture, self.dtype, self.num_blocks, self.block_size = architecture, dtype, num_blocks, block_size
+        self.threads = threads or num_default_threads()
         self.half_cache = has_half_cache(weights, dtype)
         self.precision = _main_format(weights, dtype)
         kept = {
@@ -175,7 +206,7 @@ class NativeModel:
             architecture.embedding_scale,
             architecture.activation == "gelu_tanh",
             self.half_cache,
-            threads or num_default_threads(),
+            self.threads,
             instruction_set or "",
         )
         self.kv_bytes = architecture.kv_bytes_per_token(2 if self.half_cache else 4) * num_blocks * block_size
@@ -222,11 +253,16 @@ class NativeModel:
     def _cache(self) -> Bytes:
         num_bytes = self.kv_bytes // (2 * self.architecture.num_layers)
         try:
-            return np.zeros(num_bytes, np.uint8)
-        except (MemoryError, ValueError) as error:  # numpy refuses a size beyond the address space with the latter
+            # Straight from the system: such pages are zeros that take no memory until they are written, while the heap would
+            # reuse, and so fill with zeros, what loading left behind.
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"the KV cache needs {self.kv_bytes / 1e6:,.0f} MB, which is not free; lower kv_cache_memory."
             ) from error
+        if num_bytes >= MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, np.uint8)
 
     def forward(self, batch: Sequence[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
         """See types.Target."""
@@ -253,11 +289,10 @@ class NativeModel:
             logits.reshape(-1),
             tapped.reshape(-1),
         )
-        split = torch.split(torch.from_numpy(logits), [rows.num_logits for rows in batch])
-        states = list(torch.split(torch.from_numpy(tapped), num_rows)) if taps else None
-        return PassOutput(list(split), states)
+        num_logits = np.cumsum([rows.num_logits for rows in batch])
+        return PassOutput(np.split(logits, num_logits[:-1]), np.split(tapped, ends[:-1]) if taps else None)
 
     def place(self) -> str:
         """Where it runs, for the start message."""
         repacked = f" (repacked from {', '.join(self._repacked)})" if self._repacked else ""
-        return f"{self.precision}{repacked} on {self._model.threads} CPU threads with native ops ({self._model.isa})"
+        return f"{self.precision}{repacked} on {self.threads} CPU threads with native ops ({self._model.isa})"

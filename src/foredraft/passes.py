@@ -238,7 +238,7 @@ def _describe_model(llm: LLM, options: PassOptions) -> dict[str, Any]:
     return {
         "name": options.model,
         "quantization": llm.checkpoint.quantization,
-        "device": resolve_device(options.device).type,
+        "device": resolve_device(options.device),
         "weight_bytes": weight_bytes,
         "bytes_per_pass": bytes_per_token(architecture, weight_bytes),
         "parameters": num_parameters(architecture),

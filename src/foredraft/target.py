@@ -2,49 +2,64 @@
 
 Owns: devices, dtypes and ops by name, and which of them serves a model.  Does not know: which blocks belong to whom, or what is
 sampled from the logits.
+
+Importing torch takes over 200 MB and seconds, so it is imported only for a device or ops that need it.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
 from foredraft.architecture import Architecture, Weights
 from foredraft.config import DEVICES, DTYPES, OPS
-from foredraft.model import Decoder
-from foredraft.native import NativeModel, has_half_cache, num_default_threads, why_not_native
-from foredraft.ops import KVStorage, create_ops
+from foredraft.memory import ModelBytes, available_bytes
+from foredraft.native import NativeModel, has_half_cache, native_bytes, why_not_native
 from foredraft.types import ConfigError, PassOutput, Rows, refuse_unknown
 
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
+# What Linux shows where a driver for a GPU that torch calls CUDA is loaded: NVIDIA's, on WSL, on Jetson, and AMD's.
+GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 
-def resolve_device(name: str) -> torch.device:
-    """``auto`` is CUDA where torch finds it, else the CPU.
+
+def resolve_device(name: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is CUDA where torch finds it, else the CPU.
 
     Raises:
         ConfigError: an unknown name, or ``cuda`` where torch finds none.
     """
     refuse_unknown("device", name, DEVICES)
+    if name == "cpu" or (name == "auto" and not has_gpu_driver()):
+        return "cpu"
+    import torch
+
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError("device 'cuda' needs a CUDA build of torch and a GPU, and torch finds none; use device 'cpu' or 'auto'.")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+    return "cuda" if has_cuda else "cpu"
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on CUDA and float32 on the CPU.
+def has_gpu_driver() -> bool:
+    """False where torch cannot find a GPU, so that it need not be asked; True where only torch can tell."""
+    return sys.platform not in ("linux", "darwin") or any(os.path.exists(path) for path in GPU_FILES)
+
+
+def resolve_dtype(name: str, device: str) -> str:
+    """What torch ops compute in: ``auto`` is bfloat16 on CUDA and float32 on the CPU.
 
     Raises:
         ConfigError: an unknown name.
     """
     refuse_unknown("dtype", name, DTYPES)
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if name != "auto":
+        return name
+    return "bfloat16" if device == "cuda" else "float32"
 
 
-def resolve_ops(name: str, architecture: Architecture, device: torch.device) -> str:
+def resolve_ops(name: str, architecture: Architecture, device: str) -> str:
     """``native`` on a CPU where the kernels can serve the network, else ``torch``.
 
     Raises:
@@ -53,7 +68,7 @@ def resolve_ops(name: str, architecture: Architecture, device: torch.device) -> 
     refuse_unknown("ops", name, OPS)
     if name == "torch":
         return "torch"
-    reason = why_not_native(architecture) if device.type == "cpu" else "they run on the CPU only"
+    reason = why_not_native(architecture) if device == "cpu" else "they run on the CPU only"
     if reason is not None and name == "native":
         raise ConfigError(f"ops 'native' cannot be used here: {reason}; use ops 'torch' or 'auto'.")
     return "torch" if reason is not None else "native"
@@ -64,7 +79,44 @@ def kv_bytes_per_token(architecture: Architecture, weights: Weights, *, device: 
     on = resolve_device(device)
     if resolve_ops(ops, architecture, on) == "native":
         return architecture.kv_bytes_per_token(2 if has_half_cache(weights, dtype) else 4)
-    return architecture.kv_bytes_per_token(resolve_dtype(dtype, on).itemsize)
+    return architecture.kv_bytes_per_token(BYTES_PER_VALUE[resolve_dtype(dtype, on)])
+
+
+def model_bytes(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    device: str,
+    dtype: str,
+    ops: str,
+    threads: int | None,
+    num_rows: int,
+    max_model_len: int,
+) -> ModelBytes:
+    """What a ModelTarget with these options takes, without reading any weight; ``num_rows`` rows are the largest pass."""
+    on = resolve_device(device)
+    if resolve_ops(ops, architecture, on) == "native":
+        return native_bytes(architecture, weights, dtype=dtype, threads=threads, num_rows=num_rows, max_model_len=max_model_len)
+    precision = resolve_dtype(dtype, on)
+    size = BYTES_PER_VALUE[precision]
+    num_values = sum(math.prod(shape) for shape in architecture.weight_shapes().values())
+    # An estimate: torch allocates as it goes, and how much at once is its own affair.
+    widths = 4 * architecture.hidden_size + 3 * architecture.intermediate_size + 3 * architecture.num_heads * architecture.head_dim
+    gathered = 4 * architecture.num_kv_heads * architecture.head_dim * max_model_len
+    return ModelBytes(
+        weights={precision: size * num_values},
+        kv_per_token=architecture.kv_bytes_per_token(size),
+        scratch=size * (num_rows * widths + gathered),
+    )
+
+
+def free_bytes(device: str) -> int:
+    """Bytes that can still be taken of the memory where weights and cache are: main memory, or the GPU's."""
+    if device == "cpu":
+        return available_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
 
 
 class Runner(Protocol):
@@ -74,6 +126,7 @@ class Runner(Protocol):
     precision: str
     weight_bytes: int
     kv_bytes: int
+    threads: int
 
     def forward(self, batch: Sequence[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
         """As ``types.Target.forward``, for a batch that was checked."""
@@ -82,46 +135,6 @@ class Runner(Protocol):
     def place(self) -> str:
         """Precision and place, for the start message."""
         ...
-
-
-class TorchModel:
-    """The decoder on torch ops: the reference, and what runs on CUDA."""
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        weights: Weights,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        threads: int | None,
-        num_blocks: int,
-        block_size: int,
-    ) -> None:
-        self._ops = create_ops(device, dtype, threads)
-        self._decoder = Decoder(architecture, weights, self._ops)
-        self._storage = KVStorage(architecture, num_blocks, block_size, device, dtype)
-        self.exactness, self.precision = self._ops.exactness, str(dtype).removeprefix("torch.")
-        self.weight_bytes, self.kv_bytes = self._decoder.weight_bytes, self._storage.bytes
-
-    @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
-        """See Runner.  The results are inference tensors: clone them to train on them."""
-        layout = self._decoder.layout(batch, self._storage.block_size)
-        hidden, tapped = self._decoder.forward(layout, self._storage, taps)
-        offsets = layout.geometry.query_offsets
-        wanted = [row for rows, end in zip(batch, offsets[1:], strict=True) for row in range(end - rows.num_logits, end)]
-        if len(wanted) < offsets[-1]:
-            hidden = hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64, device=hidden.device))
-        logits = torch.split(self._decoder.logits(hidden), [rows.num_logits for rows in batch])
-        states = None if tapped is None else torch.split(tapped, list(layout.geometry.num_rows))
-        return PassOutput(list(logits), None if states is None else list(states))
-
-    def place(self) -> str:
-        """See Runner."""
-        on_cpu = self._ops.device.type == "cpu"
-        where = f"{torch.get_num_threads()} CPU threads" if on_cpu else torch.cuda.get_device_name(self._ops.device)
-        return f"{self.precision} on {where} with torch ops"
 
 
 class ModelTarget:
@@ -165,6 +178,8 @@ class ModelTarget:
                 architecture, weights, dtype=dtype, threads=threads, num_blocks=num_blocks, block_size=block_size, release=release
             )
         else:
+            from foredraft.torch_model import TorchModel
+
             precision = resolve_dtype(dtype, on)
             self.runner = TorchModel(
                 architecture, weights, device=on, dtype=precision, threads=threads, num_blocks=num_blocks, block_size=block_size
@@ -174,7 +189,7 @@ class ModelTarget:
         self.vocab_size, self.max_model_len = architecture.vocab_size, max_model_len
         self.exactness, self.precision = self.runner.exactness, self.runner.precision
         self.weight_bytes, self.kv_bytes = self.runner.weight_bytes, self.runner.kv_bytes
-        self.threads = threads or (num_default_threads() if isinstance(self.runner, NativeModel) else torch.get_num_threads())
+        self.threads = self.runner.threads
         self._num_blocks, self._block_size = num_blocks, block_size
 
     def forward(self, batch: list[Rows], taps: tuple[int, ...] = ()) -> PassOutput:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ from foredraft.errors import refuse_unknown as refuse_unknown
 from foredraft.params import MAX_LOGPROBS as MAX_LOGPROBS
 from foredraft.params import MAX_STOP_STRINGS as MAX_STOP_STRINGS
 from foredraft.params import SamplingParams as SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -186,13 +183,13 @@ class Drafter(Protocol):
         """Draft at most ``num_tokens[i]`` (>= 1) tokens that continue ``seqs[i].tokens``."""
         ...
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Learn the outcome; ``seq.tokens`` already holds ``verdict.tokens``.
 
         ``verdict.num_accepted`` counts the tokens of this drafter's own last draft that came, whether they were verified, or
         another drafter's were, or none; 0 when there was no draft.
 
-        ``hidden``: [rows, len(hidden_layers) * hidden_size] states of the tokens that this pass computed and that
+        ``hidden``: float32 [rows, len(hidden_layers) * hidden_size], states of the tokens that this pass computed and that
         stand, or None when ``hidden_layers`` is empty.
         """
         ...
@@ -223,11 +220,11 @@ class Rows:
 class PassOutput:
     """``logits``: float32, one [num_logits, vocab_size] per entry of the batch.
 
-    ``hidden``: per entry [T, len(taps) * hidden_size], or None without taps.
+    ``hidden``: float32, per entry [T, len(taps) * hidden_size], or None without taps.
     """
 
-    logits: list[Tensor]
-    hidden: list[Tensor] | None = None
+    logits: list[FloatArray]
+    hidden: list[FloatArray] | None = None
 
 
 class Target(Protocol):

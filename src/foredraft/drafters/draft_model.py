@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from foredraft.drafters.context import DrafterContext
 from foredraft.kv_cache import KVCache
 from foredraft.sampling import PositionNoise, distribution, noise_for, top_probability
 from foredraft.types import ConfigError, Distribution, Draft, FloatArray, Rows, Sequence, Target, UnsupportedModelError, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -100,7 +96,7 @@ class DraftModelDrafter:
             pending = [job for job in pending if len(job.state.draft) < job.num_wanted]
         return [job.result(self._with_probs) for job in jobs]
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Roll the cache back to what was committed, and offer that to the prefix cache."""
         self._settle(seq)
 
@@ -161,7 +157,7 @@ class DraftModelDrafter:
         output = self._target.forward([rows for _, rows in batch])
         for (index, rows), row_logits in zip(batch, output.logits, strict=True):
             if rows.num_logits:
-                logits[index] = row_logits[-1].numpy(force=True)
+                logits[index] = row_logits[-1]
 
     def _draw(self, job: _Job, logits: FloatArray) -> None:
         draft, position = job.state.draft, len(job.seq.tokens) + len(job.state.draft)

@@ -11,14 +11,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
-from foredraft.types import Draft, Sequence, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from foredraft.memory import BYTES_PER_DICT_ENTRY, DrafterBytes
+from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 MAX_OCCURRENCES = 64
 # Longer matches promise no more.
@@ -115,7 +112,7 @@ class NgramDrafter:
                 yield n, end
                 end = previous[end]
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Nothing to do: ``propose`` indexes whatever was committed meanwhile, and drafts are never indexed."""
 
     def close(self, seq: Sequence) -> None:
@@ -138,6 +135,12 @@ def _copy(tokens: list[int], start: int, num_tokens: int) -> tuple[int, ...]:
     for i in range(len(copied), num_tokens):
         copied.append(copied[i - period])
     return tuple(copied)
+
+
+def memory(config: SpeculativeConfig) -> DrafterBytes:
+    """What an index takes for each token of a running request, when no n-gram comes twice."""
+    entries = config.prompt_lookup_max
+    return DrafterBytes(per_token=entries * (BYTES_PER_DICT_ENTRY + 4) + 4 * (entries + 1))
 
 
 def create(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:

@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext, DrafterFactory
+from foredraft.memory import DrafterBytes
 from foredraft.types import ConfigError, Drafter, refuse_unknown
 
 ENTRY_POINT_GROUP = "foredraft.drafters"
@@ -55,6 +56,12 @@ def create(name: str, config: SpeculativeConfig, context: DrafterContext, extra:
         ConfigError: an unknown name, one that is given twice, or a package's drafter that cannot be imported.
     """
     return _factory(name, extra)(config, context)
+
+
+def memory(config: SpeculativeConfig) -> DrafterBytes:
+    """What the statistics of the drafters of ``config`` take; draft models have none, and of the caller's own nothing is known."""
+    parts: list[DrafterBytes] = [import_module(_MODULES[name]).memory(config) for name in members(config) if name in MODEL_FREE]
+    return DrafterBytes(fixed=sum(part.fixed for part in parts), per_token=sum(part.per_token for part in parts))
 
 
 def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -> None:

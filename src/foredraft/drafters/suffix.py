@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.suffix_statistics import ANCHORS, RequestStatistics, SharedStatistics, Statistics
-from foredraft.types import Draft, Sequence, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from foredraft.memory import BYTES_PER_DICT_ENTRY, DrafterBytes
+from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 
 class Calibration:
@@ -106,7 +103,7 @@ class SuffixDrafter:
         """One draft per sequence, at most ``num_tokens[i]`` tokens; empty when nothing is likely enough."""
         return [self._draft(seq, num) for seq, num in zip(seqs, num_tokens, strict=True)]
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Learn how far the last draft was right; new tokens are indexed by the next ``propose``."""
         followed = self._followed[seq.seq_id]
         path = followed.path
@@ -206,6 +203,12 @@ def _longest(tokens: Seq[int], ends: list[int], suffix: list[int], anchor: int) 
         if length == longest:
             furthest.append(end)
     return longest, furthest
+
+
+def memory(config: SpeculativeConfig) -> DrafterBytes:
+    """The limit of the shared statistics, and what indexing a request takes for each of its tokens, when no anchor comes twice."""
+    shared = config.suffix_decoding_max_bytes if config.suffix_decoding_max_cached_requests else 0
+    return DrafterBytes(fixed=shared, per_token=len(ANCHORS) * (BYTES_PER_DICT_ENTRY + 4))
 
 
 def create(config: SpeculativeConfig, context: DrafterContext) -> SuffixDrafter:

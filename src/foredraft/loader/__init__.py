@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from foredraft.architecture import Architecture, Weights
 from foredraft.loader.aliases import ALIASES, Alias, KnownModel, cache_dir, known_models
-from foredraft.loader.assemble import most_common_format
+from foredraft.loader.assemble import most_common_format, release_pages
 from foredraft.loader.detokenizer import Detokenizer
 from foredraft.loader.download import Progress
 from foredraft.loader.resolve import resolve_model
@@ -76,9 +77,9 @@ def _load_gguf(name: str, path: Path) -> Checkpoint:
     tokenizer = gguf_tokenizer(file)
     matrices = [(info.format, info.num_bytes) for info in file.tensors.values() if len(info.shape) > 1]
     eos_ids = frozenset(gguf_eos_ids(file) | turn_end_ids(tokenizer))
-    return Checkpoint(
-        name, path, architecture, weights, tokenizer, eos_ids, most_common_format(matrices), len(file.data), file.release
-    )
+    # Not a method of the file: that would keep its metadata, which holds a second copy of the vocabulary.
+    release = partial(release_pages, file.data)
+    return Checkpoint(name, path, architecture, weights, tokenizer, eos_ids, most_common_format(matrices), len(file.data), release)
 
 
 def _load_folder(name: str, path: Path) -> Checkpoint:
@@ -93,4 +94,5 @@ def _load_folder(name: str, path: Path) -> Checkpoint:
     matrices = [(files.formats[key], shape[0] * shape[1]) for key, shape in files.shapes.items() if len(shape) == 2]
     own = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     eos_ids = frozenset(folder_eos_ids(path, config) | own | turn_end_ids(tokenizer))
-    return Checkpoint(name, path, architecture, weights, tokenizer, eos_ids, most_common_format(matrices), files.num_bytes)
+    release = partial(release_pages, *files.files)
+    return Checkpoint(name, path, architecture, weights, tokenizer, eos_ids, most_common_format(matrices), files.num_bytes, release)

@@ -1,11 +1,12 @@
 """From the tensors of a file to the canonical weights of an architecture.
 
-Owns: which file tensors are stacked into one canonical weight, and the check of every shape.  Does not know: how a file names
-or stores a tensor.
+Owns: which file tensors are stacked into one canonical weight, the check of every shape, and giving back a file's pages.
+Does not know: how a file names or stores a tensor.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -95,6 +96,14 @@ def stack_rows(parts: list[Weight]) -> Weight:
 def shifted(weight: Weight, amount: float) -> Weight:
     """The same weight with ``amount`` added to every value."""
     return Weight(weight.shape, weight.format, lambda start, stop: weight.read(start, stop) + np.float32(amount))
+
+
+def release_pages(*files: npt.NDArray[np.uint8]) -> None:
+    """Let the pages that were read of memory-mapped files go; a later read maps them again."""
+    for file in files:
+        mapped = getattr(file, "_mmap", None)
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def bits_per_value(format: str) -> float:

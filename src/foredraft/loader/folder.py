@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from foredraft.architecture import Architecture, Weight, Weights
 from foredraft.loader.assemble import assemble, shifted
 from foredraft.loader.tokenizer import Tokenizer, chat_renderer
 from foredraft.types import FloatArray, ModelFileError, UnsupportedModelError
 
-FORMATS = ("F32", "F16", "BF16")
+Bytes = npt.NDArray[np.uint8]
+
+STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 PARTS = {
     "embed": "embed_tokens.weight",
     "norm": "norm.weight",
@@ -51,25 +54,34 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors of a folder: ``shapes`` and ``formats`` by name, and the open file that holds each."""
+    """The tensors of a folder: ``shapes``, ``formats`` and bytes by name; ``files`` are the memory-mapped files themselves."""
 
     shapes: Mapping[str, tuple[int, ...]]
     formats: Mapping[str, str]
-    holders: Mapping[str, Any]
-    num_bytes: int
+    contents: Mapping[str, Bytes]
+    files: tuple[Bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files."""
+        return sum(len(file) for file in self.files)
 
     def weight(self, name: str) -> Weight:
         """One tensor, read by rows."""
-        shape, holder = self.shapes[name], self.holders[name]
+        shape, format, content = self.shapes[name], self.formats[name], self.contents[name]
 
         def read(start: int, stop: int) -> FloatArray:
             assert 0 <= start <= stop <= shape[0], (name, start, stop, shape)
-            if start == stop:
-                return np.zeros((0, *shape[1:]), np.float32)
-            values: FloatArray = holder.get_slice(name)[start:stop].float().numpy()
-            return values
+            return as_float32(content.view(STORED_AS[format]).reshape(shape)[start:stop], format)
 
-        return Weight(shape, self.formats[name], read)
+        return Weight(shape, format, read)
+
+
+def as_float32(values: npt.NDArray[Any], format: str) -> FloatArray:
+    """A copy of values as they are stored; a BF16 number, which numpy does not have, is the upper half of a float32."""
+    if format != "BF16":
+        return np.array(values, np.float32)
+    return (np.array(values, np.uint32) << 16).view(np.float32)
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -96,31 +108,46 @@ def open_tensors(folder: Path) -> TensorFiles:
         ModelFileError: a file is missing, truncated or corrupt; or there are only pickled weights.
         UnsupportedModelError: a tensor in a format other than F32, F16 and BF16.
     """
-    from safetensors import SafetensorError, safe_open
-
-    open_file: Any = safe_open  # its type stubs are incomplete
-
     shapes: dict[str, tuple[int, ...]] = {}
     formats: dict[str, str] = {}
-    holders: dict[str, Any] = {}
-    num_bytes = 0
-    files, expected = _weight_files(folder)
-    for path in files:
-        try:
-            holder = open_file(path, framework="pt", device="cpu")
-            num_bytes += path.stat().st_size
-            for name in holder.keys():  # noqa: SIM118 - not a mapping
-                tensor = holder.get_slice(name)
-                shapes[name], formats[name], holders[name] = tuple(tensor.get_shape()), tensor.get_dtype(), holder
-        except (OSError, SafetensorError, ValueError) as error:
-            raise ModelFileError(f"{path} is missing, truncated or corrupt ({error}); fetch it again.") from error
+    contents: dict[str, Bytes] = {}
+    files = []
+    paths, expected = _weight_files(folder)
+    for path in paths:
+        table, file = _open_file(path)
+        files.append(file)
+        for name, (format, shape, content) in table.items():
+            shapes[name], formats[name], contents[name] = shape, format, content
     for name in expected:
         if name not in shapes:
             raise ModelFileError(f"{folder} has no tensor {name}, which its index names; fetch the folder again.")
     for name, format in formats.items():
-        if format not in FORMATS:
-            raise UnsupportedModelError(f"{folder}: tensor {name} is stored as {format}; only {', '.join(FORMATS)} can be read.")
-    return TensorFiles(shapes, formats, holders, num_bytes)
+        if format not in STORED_AS:
+            raise UnsupportedModelError(f"{folder}: tensor {name} is stored as {format}; only {', '.join(STORED_AS)} can be read.")
+    return TensorFiles(shapes, formats, contents, tuple(files))
+
+
+def _open_file(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], Bytes]], Bytes]:
+    """Format, shape and bytes of each tensor of a file, and the file.
+
+    The library checks the header against the file.  It is read again here because the library hands out values only as tensors
+    of a framework, and numpy's have no BF16.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    open_file: Any = safe_open  # its type stubs are incomplete
+    try:
+        with open_file(path, framework="np"):
+            file = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelFileError(f"{path} is missing, truncated or corrupt ({error}); fetch it again.") from error
+    start = 8 + int.from_bytes(file[:8].tobytes(), "little")
+    table = json.loads(file[8:start].tobytes())
+    table.pop("__metadata__", None)
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), file[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]])
+        for name, entry in table.items()
+    }, file
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:

@@ -8,7 +8,6 @@ because every length in an untrusted file has to be checked; values are dequanti
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,12 +46,6 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     data: npt.NDArray[np.uint8]
-
-    def release(self) -> None:
-        """Let the pages that were read go; a later read maps them again."""
-        mapped = getattr(self.data, "_mmap", None)
-        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            mapped.madvise(mmap.MADV_DONTNEED)
 
     def weight(self, name: str, row_order: npt.NDArray[np.intp] | None = None) -> Weight:
         """One tensor of one or two dimensions; row ``i`` is the file's row ``row_order[i]`` when an order is given."""

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.architecture import Weight
-from foredraft.ops.chunks import read_chunks
 from foredraft.ops.layout import Geometry, KVStorage, PassLayout
 from foredraft.types import IntArray
+from foredraft.weights import read_chunks
 
 # Up to this many rows MKL's gemm is faster with the weights as its left operand, and for one row also faster than its gemv:
 # it then uses every core and reads each weight once.

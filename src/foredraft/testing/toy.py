@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from foredraft.kv_cache import KVCache
 from foredraft.types import Draft, FloatArray, PassOutput, Rows, Sequence, Verdict
@@ -63,9 +62,9 @@ class TableTarget:
             context = [int(token) for token in self._slots[places]]
             ends = range(len(places) - rows.num_logits + 1, len(places) + 1)
             table = [self.row(context[:end]) for end in ends]
-            logits.append(torch.from_numpy(np.array(table, dtype=np.float32).reshape(len(table), self.vocab_size)))
+            logits.append(np.array(table, dtype=np.float32).reshape(len(table), self.vocab_size))
             states = [[value for layer in taps for value in (context[i], i, layer)] for i in range(rows.start, len(places))]
-            hidden.append(torch.tensor(states, dtype=torch.float32))
+            hidden.append(np.array(states, dtype=np.float32))
         return PassOutput(logits, hidden if taps else None)
 
     def _slots_of(self, rows: Rows) -> FloatArray:
@@ -92,7 +91,7 @@ class ScriptedDrafter:
         self.opened: list[int] = []
         self.closed: list[int] = []
         self.verdicts: list[tuple[int, Verdict]] = []
-        self.hidden: list[tuple[int, torch.Tensor | None]] = []
+        self.hidden: list[tuple[int, FloatArray | None]] = []
 
     def open(self, seq: Sequence) -> None:
         """Record it."""
@@ -102,7 +101,7 @@ class ScriptedDrafter:
         """Ask the script."""
         return [Draft(tuple(self.script(list(seq.tokens), k))) for seq, k in zip(seqs, num_tokens, strict=True)]
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: torch.Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Record it."""
         self.verdicts.append((seq.seq_id, verdict))
         self.hidden.append((seq.seq_id, hidden))

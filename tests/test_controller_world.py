@@ -52,30 +52,30 @@ class Case:
 
 
 CASES = {
-    "always wrong": Case(FLAT, {"a": steady(0.0)}, 0.985, 0.985),
-    "seldom right": Case(FLAT, {"a": steady(0.05)}, 0.985, 0.985),
+    "always wrong": Case(FLAT, {"a": steady(0.0)}, 0.98, 0.98),
+    "seldom right": Case(FLAT, {"a": steady(0.05)}, 0.98, 0.98),
     "often right": Case(FLAT, {"a": steady(0.5)}, 1.5, 0.94),
     "nearly always right": Case(FLAT, {"a": steady(0.9)}, 3.4, 0.97),
-    "rows that cost as much as passes": Case(STEEP, {"a": steady(0.2)}, 0.985, 0.985),
+    "rows that cost as much as passes": Case(STEEP, {"a": steady(0.2)}, 0.98, 0.98),
     "at break-even": Case(STEEP, {"a": steady(0.5)}, 0.98, 0.98),
     "flipping": Case(FLAT, {"a": flipping(0.9, 0.0)}, 1.25, 0.94),
     "flipping where rows cost": Case(STEEP, {"a": flipping(0.9, 0.0)}, 0.98, 0.98),
-    "slow and wrong": Case(FLAT, {"a": steady(0.0, seconds=lambda num, depth: 5e-3)}, 0.985, 0.985),
+    "slow and wrong": Case(FLAT, {"a": steady(0.0, seconds=lambda num, depth: 5e-3)}, 0.98, 0.98),
     "far too slow": Case(FLAT, {"a": steady(0.9, seconds=lambda num, depth: 5e-2)}, 0.97, 0.97),
     "a model that pays": Case(FLAT, {"a": steady(0.7, seconds=lambda num, depth: 4e-4 * depth)}, 1.25, 0.9),
-    "a model that does not pay": Case(FLAT, {"a": steady(0.7, seconds=lambda num, depth: 2.2e-3 * depth)}, 0.985, 0.985),
-    "two by turns": Case(FLAT, {"a": flipping(0.8, 0.1, 100), "b": flipping(0.1, 0.8, 100)}, 1.4, 1.1),
+    "a model that does not pay": Case(FLAT, {"a": steady(0.7, seconds=lambda num, depth: 2.2e-3 * depth)}, 0.98, 0.98),
+    "two by turns": Case(FLAT, {"a": flipping(0.8, 0.1, 100), "b": flipping(0.1, 0.8, 100)}, 1.4, 1.0),
     "three that are no use": Case(
         FLAT,
         {"a": steady(0.0), "b": steady(0.0), "c": steady(0.1, seconds=lambda num, depth: 1e-3 * depth)},
-        0.985,
-        0.985,
+        0.97,
+        0.97,
     ),
     "seldom has a draft": Case(FLAT, {"a": steady(0.6, presence=0.1)}, 1.02, 0.93),
     "knows when it is right": Case(STEEP, {"a": Source(mixed, confident=True)}, 1.3, 1.1),
     "does not know when it is right": Case(STEEP, {"a": Source(mixed)}, 0.97, 0.8),
-    "sixteen, compute-bound": Case(STEEP, {"a": steady(0.5)}, 0.985, 0.985, num_seqs=16),
-    "sixteen, wrong": Case(FLAT, {"a": steady(0.0)}, 0.985, 0.985, num_seqs=16),
+    "sixteen, compute-bound": Case(STEEP, {"a": steady(0.5)}, 0.98, 0.98, num_seqs=16),
+    "sixteen, wrong": Case(FLAT, {"a": steady(0.0)}, 0.98, 0.98, num_seqs=16),
     "noise and outliers": Case(FLAT, {"a": steady(0.7)}, 1.9, 0.9, noise=0.2, outliers=0.02),
     "noise and no use": Case(FLAT, {"a": steady(0.0)}, 0.94, 0.94, noise=0.2, outliers=0.02),
 }
@@ -139,7 +139,7 @@ def test_probes_take_more_than_their_share() -> None:
         emitted, milliseconds = world.finish_step([Draft()], [0], seconds)
         plan.learn([0], emitted, milliseconds)
         asked += seconds
-    assert 0.002 * world.now < asked < 0.012 * world.now
+    assert 0.002 * world.now < asked < 0.015 * world.now
 
 
 def test_a_request_that_ended_is_remembered() -> None:

@@ -19,10 +19,10 @@ from typing import Any
 from foredraft.acceptance import classes_of
 from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.planner import allot, best_depth, net_tokens, share_of, survival
-from foredraft.records import Record, Track
+from foredraft.records import AUDIT_RATE, AUDIT_WEIGHT, FIRST_GAIN, Audit, Record, Track
 from foredraft.types import Draft, Sequence
 
-PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.006, 3
+PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.01, 3
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
@@ -33,6 +33,8 @@ MARGIN = 1.05
 # Drafting that costs less than this, in tokens, is always done as deep as can be used.
 CHEAP_TOKENS = 0.1
 SPEED_RATE = 0.02
+# Drafters learn from being asked, so at first, where drafts pay at all, none is judged by the little that it was asked.
+FIRST_AUDITS = 100
 NO_DRAFT, NOBODY = Draft(), ("", 0)
 
 
@@ -66,16 +68,17 @@ class Ask:
 class _Slot:
     """A sequence that asks in this step, the most that it can use, and the best draft that was heard for it.
 
-    ``before``: tokens, rows that pay, and net tokens of the draft that was best before this one.
+    ``only``: the one drafter to ask, "" for all.  ``audited``: every drafter's draft as far as it pays, where all are asked.
     """
 
-    __slots__ = ("before", "draft", "drafter", "limit", "net", "reached", "seq", "tracks")
+    __slots__ = ("audited", "draft", "drafter", "limit", "net", "only", "reached", "seq", "tracks", "was_asked")
 
     def __init__(self, seq: Sequence, limit: int, tracks: dict[str, Track]) -> None:
         self.seq, self.limit, self.tracks = seq, limit, tracks
         self.drafter, self.draft, self.net = "", NO_DRAFT, 0.0
         self.reached: list[float] = []
-        self.before: tuple[tuple[int, ...], int, float] = ((), 0, 0.0)
+        self.only, self.was_asked = "", False
+        self.audited: dict[str, tuple[int, ...]] | None = None
 
 
 class Controller:
@@ -94,6 +97,9 @@ class Controller:
         self._resting: set[int] = set()
         self._pending: dict[int, list[tuple[Record, Track]]] = {}
         self.own_seconds = Running(SPEED_RATE)
+        self.together = Running(AUDIT_RATE, FIRST_GAIN, AUDIT_WEIGHT)
+        self.audits: dict[int, Audit] = {}
+        self.num_audits = 0
         self._probe_turn = 0
         self._since_plain = 0
         self._num_steps = 0
@@ -111,6 +117,7 @@ class Controller:
         self._tracks.pop(seq.seq_id, None)
         self._resting.discard(seq.seq_id)
         self._pending.pop(seq.seq_id, None)
+        self.audits.pop(seq.seq_id, None)
 
     def plan(self, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> StepPlan:
         """Begin a step: a draft can continue ``seqs``, each by at most ``limits[i]`` tokens; ``work`` is all else in the pass."""
@@ -123,7 +130,7 @@ class Controller:
             name: {
                 "draft_ms": 1e3 * record.cost.seconds(1, 4),
                 "acceptance_per_position": record.acceptance.by_position(4),
-                "net_tokens_per_draft": record.gains[0].mean,
+                "net_tokens_per_draft": record.gains.own.mean,
             }
             for name, record in self._records.items()
         }
@@ -163,8 +170,9 @@ class Controller:
         if not self._resting:
             return free
         found = [i for i in free if seqs[i].seq_id not in self._resting]
-        is_turn = self._num_steps % STEPS_BETWEEN_PROBES == 0
-        if is_turn and len(found) < len(free) and any(record.credit > 0.0 for record in self._records.values()):
+        credit = max((record.credit for record in self._records.values()), default=0.0)
+        is_turn = self._num_steps % STEPS_BETWEEN_PROBES == 0 or credit > 0.1 * MAX_CREDIT_SECONDS
+        if is_turn and credit > 0.0 and len(found) < len(free):
             idle = [i for i in free if seqs[i].seq_id in self._resting]
             self._probe_turn += 1
             found.append(idle[self._probe_turn % len(idle)])
@@ -177,6 +185,15 @@ class Controller:
         else:
             self._resting.add(seq.seq_id)
 
+    def better_alone(self, order: list[str], price: float) -> str:
+        """The drafter that brings more when only it is asked than all do one after the other; "" for none."""
+        cost = {name: price * (self._records[name].cost.per_sequence.mean + self.own_seconds.mean) for name in order}
+        alone = {name: self._records[name].alone.mean - cost[name] for name in order}
+        best = max(order, key=lambda name: alone[name])
+        # Those after the first are asked where nobody has a draft yet.
+        shares = ((1.0 - self._records[name].gains.rivalled.mean) * cost[name] for name in order[1:])
+        return best if alone[best] > self.together.mean - cost[order[0]] - sum(shares) else ""
+
     def expect(self, seq: Sequence, record: Record, track: Track) -> None:
         """A draft was made, whose outcome will come."""
         pending = self._pending.setdefault(seq.seq_id, [])
@@ -185,6 +202,13 @@ class Controller:
 
     def compare(self, seqs: Seq[Sequence], emitted: Seq[Seq[int]]) -> None:
         """Count the outcomes of drafts, verified or not."""
+        for seq, tokens in zip(seqs, emitted, strict=True) if self.audits else ():
+            audit = self.audits.get(seq.seq_id)
+            if audit is not None and audit.follow(tokens):
+                del self.audits[seq.seq_id]
+                self.num_audits += 1
+                for name, net in audit.net_tokens().items():
+                    (self._records[name].alone if name else self.together).add(net)
         for seq, tokens in zip(seqs, emitted, strict=True) if self._pending else ():
             if seq.seq_id in self._pending:
                 pending = [(record, track) for record, track in self._pending[seq.seq_id] if record.compare(track, tokens)]
@@ -260,13 +284,29 @@ class StepPlan:
         here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
         self._row_price = self._price * (controller.cost.seconds(here, 4) - controller.cost.seconds(here)) / 4
         slots = {i: self._slots[i] for i in awake}
-        names = {name: controller.record(name) for slot in slots.values() for name in slot.tracks}
-        for name in sorted(names, key=lambda name: names[name].cost.per_sequence.mean):
-            ask = self._free_ask(name, names[name], {i: slot.tracks[name] for i, slot in slots.items() if name in slot.tracks})
+        records = {name: controller.record(name) for slot in slots.values() for name in slot.tracks}
+        order = sorted(records, key=lambda name: records[name].cost.per_sequence.mean)
+        self._begin_audit(slots, order, records)
+        for name in order:
+            ask = self._free_ask(name, records[name], {i: slot.tracks[name] for i, slot in slots.items() if name in slot.tracks})
             if ask is not None:
                 yield ask
         for slot in slots.values():
             controller.settle(slot.seq, slot.tracks)
+
+    def _begin_audit(self, slots: Mapping[int, _Slot], order: list[str], records: Mapping[str, Record]) -> None:
+        """Choose whom to ask: all, the cheap first, or only one; now and then all are asked, to see who would have brought what."""
+        if len(order) < 2:
+            return
+        controller = self._controller
+        only = controller.better_alone(order, self._price)
+        may_audit = controller.num_audits < FIRST_AUDITS or all(record.credit > 0.0 for record in records.values())
+        for slot in slots.values():
+            slot.only = only if only in slot.tracks else ""
+            is_free = slot.seq.seq_id not in controller.audits and len(slot.tracks) == len(order)
+            if may_audit and is_free and any(track.is_on for track in slot.tracks.values()):
+                slot.audited = {}
+                may_audit = False
 
     def _fixed_asks(self, wishes: Mapping[int, int]) -> Iterator[Ask]:
         for name in dict.fromkeys(name for i in wishes for name in self.seqs[i].drafters):
@@ -280,10 +320,17 @@ class StepPlan:
         least = self._price * (seconds + controller.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
-            gain = self._share * record.gain(track, self._slots[i].net > 0.0)
-            track.is_on = gain > (STAY_ON if track.is_on else TURN_ON) * least and gain > 0.0
+            slot = self._slots[i]
+            # Where a draft is there that pays, another is asked for only if it is better as a rule: of two drafts the one that
+            # looks better often only looks so.
+            gain = track.gains.fallback.mean if slot.was_asked and slot.net <= 0.0 else track.gains.own.mean - slot.net
+            is_wanted = not slot.only or slot.only == name
+            track.is_on = is_wanted and self._share * gain > max(0.0, (STAY_ON if track.is_on else TURN_ON) * least)
             if track.is_on:
                 asked.append(i)
+            elif slot.audited is not None:
+                asked.append(i)
+                record.credit -= seconds / num
             elif not track.tokens:
                 idle.append(i)
         if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, depth), MAX_CREDIT_SECONDS):
@@ -327,13 +374,17 @@ class StepPlan:
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
                 continue
             net = net_tokens(reached, self._row_price, self._worth)
-            further = max(0.0, net - slot.net) / self._share
-            kind = slot.net > 0.0
-            track.gains[kind].add(further)
-            record.gains[kind].add(further)
-            if net > slot.net or not slot.drafter:
-                rows = sum(self._worth * alive > self._row_price for alive in slot.reached)
-                slot.before = (slot.draft.tokens, rows, slot.net)
+            for gains in (track.gains, record.gains):
+                if slot.audited is not None or not slot.was_asked:
+                    gains.own.add(net / self._share)
+                if slot.was_asked:
+                    gains.rivalled.add(slot.net > 0.0)
+                    if slot.net <= 0.0:
+                        gains.fallback.add(net / self._share)
+            slot.was_asked = True
+            if slot.audited is not None:
+                slot.audited[ask.drafter] = draft.tokens[: sum(self._worth * alive > self._row_price for alive in reached)]
+            if (net > slot.net or not slot.drafter) and slot.only in ("", ask.drafter):
                 slot.drafter, slot.draft, slot.reached, slot.net = ask.drafter, draft, reached, net
 
     # -------------------------------------------------------------------------------------------- choosing
@@ -385,20 +436,11 @@ class StepPlan:
                 # An emitted token more than those that were accepted is the target's own.
                 record.expected.add(sum(slot.reached[: counts[i]]) / record.trust)
                 record.accepted.add(max(0.0, len(emitted[i]) - 1.0))
-                self._hold_to_promise(record, slot, counts[i], emitted[i])
+            if slot.audited is not None:
+                first = next((tokens for tokens in slot.audited.values() if tokens), ())
+                controller.audits[slot.seq.seq_id] = Audit({**slot.audited, "": first}, self._row_price, self._worth)
         controller.compare(self.seqs, emitted)
         controller.account(self, counts, sum(map(len, emitted)), milliseconds)
-
-    def _hold_to_promise(self, record: Record, slot: _Slot, count: int, emitted: Seq[int]) -> None:
-        """Compare what the draft that was taken brought with what the one before it would have brought."""
-        tokens, rows, net = slot.before
-        if net <= 0.0:
-            return
-        pairs = zip(tokens[:rows], emitted, strict=False)
-        num_right = next((i for i, (token, came) in enumerate(pairs) if token != came), min(rows, len(emitted)))
-        kept = self._worth * (len(emitted) - 1 - num_right) - self._row_price * (count - rows)
-        record.promised.add(slot.net - net)
-        record.kept.add(kept)
 
 
 def replay_decision(decision: Mapping[str, Any]) -> list[int]:

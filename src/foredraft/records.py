@@ -5,6 +5,7 @@ Owns: the records.  Does not know: who reads them, or what is decided by them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -14,12 +15,30 @@ from foredraft.cost import DraftCost, Running
 GAIN_RATE, OVERALL_RATE, TRUST_RATE = 0.15, 0.03, 0.02
 # Before a drafter has a record, it is taken to bring this many tokens a draft, and that is believed for one draft.
 FIRST_GAIN, FIRST_WEIGHT = 0.5, 1.0
+# What may be spent at once on getting to know a drafter.
+FIRST_CREDIT_SECONDS = 0.01
 # Before drafts were verified, as many are taken to have been as expected.
-TRUST_WEIGHT, FIRST_PROMISE = 20.0, 0.3
+TRUST_WEIGHT = 20.0
+AUDIT_RATE, AUDIT_WEIGHT = 0.004, 20.0
 
 
-def _gains(first: tuple[float, float], rate: float) -> tuple[Running, Running]:
-    return Running(rate, first[0], FIRST_WEIGHT), Running(rate, first[1], FIRST_WEIGHT)
+class Gains:
+    """Net tokens per draft, that is beyond the price of its rows.
+
+    ``own``: whatever others have.  ``fallback``: where none of those asked before has a draft that pays; ``rivalled`` is the share
+    of calls where one had.
+    """
+
+    __slots__ = ("fallback", "own", "rivalled")
+
+    def __init__(self, rate: float, own: float = FIRST_GAIN, fallback: float = FIRST_GAIN, rivalled: float = 0.5) -> None:
+        self.own = Running(rate, own, FIRST_WEIGHT)
+        self.fallback = Running(rate, fallback, FIRST_WEIGHT)
+        self.rivalled = Running(rate, rivalled, FIRST_WEIGHT)
+
+    def copy(self, rate: float) -> Gains:
+        """The same means, to go on from at another rate."""
+        return Gains(rate, self.own.mean, self.fallback.mean, self.rivalled.mean)
 
 
 class Track:
@@ -27,9 +46,9 @@ class Track:
 
     __slots__ = ("classes", "gains", "is_on", "next", "shift", "tokens")
 
-    def __init__(self, gains: tuple[float, float]) -> None:
+    def __init__(self, gains: Gains) -> None:
         self.shift = Shift()
-        self.gains = _gains(gains, GAIN_RATE)
+        self.gains = gains
         self.is_on = True
         self.tokens: tuple[int, ...] = ()
         self.classes: list[int] = []
@@ -40,28 +59,18 @@ class Track:
 class Record:
     """One drafter over all requests.
 
-    ``gains``: net tokens per draft where no earlier drafter had one that pays, and where one had.  ``credit``: seconds that
-    probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.  ``promised`` and ``kept``: net
-    tokens beyond those of an earlier drafter's draft that was passed over for this one's.
+    ``credit``: seconds that probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.
+    ``alone``: net tokens that really came, or would have, when only this drafter is asked.
     """
 
     cost: DraftCost = field(default_factory=DraftCost)
     acceptance: Acceptance = field(default_factory=Acceptance)
-    gains: tuple[Running, Running] = field(default_factory=lambda: _gains((FIRST_GAIN, FIRST_GAIN), OVERALL_RATE))
-    credit: float = 0.0
+    gains: Gains = field(default_factory=lambda: Gains(OVERALL_RATE))
+    credit: float = FIRST_CREDIT_SECONDS
     expected: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
     accepted: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
 
-    promised: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_PROMISE, TRUST_WEIGHT))
-    kept: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_PROMISE, TRUST_WEIGHT))
-
-    def gain(self, track: Track, has_rival: bool) -> float:
-        """Net tokens that a draft is expected to bring in this request, where an earlier drafter has one that pays or has none.
-
-        The better of two drafts was taken because it looked better, so the difference is on average less than it looked.
-        """
-        kept = self.kept.mean / self.promised.mean if has_rival else 1.0
-        return track.gains[has_rival].mean * max(0.0, min(1.0, kept))
+    alone: Running = field(default_factory=lambda: Running(AUDIT_RATE, FIRST_GAIN, AUDIT_WEIGHT))
 
     @property
     def trust(self) -> float:
@@ -70,7 +79,7 @@ class Record:
 
     def track(self) -> Track:
         """For a new request: what is known of all is expected of it."""
-        return Track((self.gains[0].mean, self.gains[1].mean))
+        return Track(self.gains.copy(GAIN_RATE))
 
     def compare(self, track: Track, emitted: Seq[int]) -> bool:
         """Count a draft's tokens against those that came; True while some are still to come."""
@@ -84,3 +93,35 @@ class Record:
                 return False
         track.next = position
         return True
+
+
+class Audit:
+    """Drafts of all drafters from one point of a text, to be compared when it is known which of their tokens came.
+
+    ``drafts``: by drafter, those tokens that pay by its own estimate; "" is the first draft with any, as when all are asked in turn.
+    """
+
+    __slots__ = ("_drafts", "_num_seen", "_open", "_right", "_row_price", "_worth")
+
+    def __init__(self, drafts: Mapping[str, Seq[int]], row_price: float, worth: float) -> None:
+        self._drafts = dict(drafts)
+        self._row_price, self._worth = row_price, worth
+        self._right = dict.fromkeys(drafts, 0)
+        self._open = {name for name, tokens in drafts.items() if tokens}
+        self._num_seen = 0
+
+    def follow(self, emitted: Seq[int]) -> bool:
+        """Compare with the tokens that came; True when all is known."""
+        for token in emitted:
+            for name in tuple(self._open):
+                tokens = self._drafts[name]
+                came = tokens[self._num_seen] == token
+                self._right[name] += came
+                if not came or self._right[name] == len(tokens):
+                    self._open.discard(name)
+            self._num_seen += 1
+        return not self._open
+
+    def net_tokens(self) -> dict[str, float]:
+        """What each brought, or would have brought, beyond the price of its rows."""
+        return {name: self._worth * self._right[name] - self._row_price * len(tokens) for name, tokens in self._drafts.items()}

@@ -57,6 +57,8 @@ ORDER = (
     "workloads",
     "plan_measure",
     "plan",
+    "lanes",
+    "synthetic",
     "bench",
     "passes",
     "report",

@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from foredraft.bench import prompt_tokens
 from foredraft.lanes import PLAIN_WAY, Lane, Race, Way, seeded
 from foredraft.llm import LLM
 from foredraft.machine import describe_machine
 from foredraft.synthetic import SyntheticDrafter
 from foredraft.types import Drafter, SamplingParams
-from foredraft.workloads import WORKLOADS, Workload, load_dataset
+from foredraft.workloads import WORKLOADS, load_dataset
 
 AUTO = Way("auto", 8, adaptive=True)
 # Spec-Bench groups MT-bench's eight categories as multi-turn conversation (Xia et al., 2401.07851, section 4.1).
@@ -70,17 +71,9 @@ def group_prompts(llm: LLM, dataset: str | None, limit: int, max_tokens: int) ->
         # One of each category in turn, so that a few prompts of a group of many categories are of many of them.
         by_category = [[w for w in pool if w.category == category] for category in categories]
         ordered = [some[i] for i in range(max(map(len, by_category))) for some in by_category if i < len(some)]
-        ids = (encode(llm, workload) for workload in ordered)
+        ids = (prompt_tokens(llm, workload) for workload in ordered)
         found[name] = [one for one in ids if len(one) + max_tokens <= llm.max_model_len][:limit]
     return found
-
-
-def encode(llm: LLM, workload: Workload) -> list[int]:
-    """By the chat template if there is one."""
-    tokenizer = llm.checkpoint.tokenizer
-    if tokenizer.has_chat_template:
-        return llm.chat_prompt(workload.messages)
-    return tokenizer.encode("\n\n".join(message["content"] for message in workload.messages) + "\n\n")
 
 
 def all_cases(llm: LLM, options: argparse.Namespace) -> list[Case]:
@@ -135,6 +128,7 @@ def measure(llm: LLM, case: Case, options: argparse.Namespace) -> dict[str, Any]
     segments: dict[str, list[float]] = {label: [] for label in rounds}
     same = True
     batches = [case.prompts[i : i + case.batch] for i in range(0, len(case.prompts), case.batch)]
+    race.warm_up(case.prompts[0], params)
     for repeat in range(options.repeats):
         for index, prompts in enumerate(batches):
             race.run(prompts, seeded(params, len(prompts)), SEGMENT, turn=repeat + index)
@@ -148,11 +142,13 @@ def measure(llm: LLM, case: Case, options: argparse.Namespace) -> dict[str, Any]
 
 def answers(llm: LLM, case: Case, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
     """What plain decoding says, by prompt."""
-    found = {}
+    race = Race(llm)
+    lane = race.add(PLAIN_WAY)
+    found: dict[tuple[int, ...], list[int]] = {}
     for start in range(0, len(case.prompts), case.batch):
         prompts = case.prompts[start : start + case.batch]
-        asked = [SamplingParams(**{**vars(one), "speculative": {"method": "none"}}) for one in seeded(params, len(prompts))]
-        found.update({tuple(p): out.outputs[0].token_ids for p, out in zip(prompts, llm.generate(prompts, asked), strict=True)})
+        race.run(prompts, seeded(params, len(prompts)))
+        found.update(zip(map(tuple, prompts), lane.answers, strict=True))
     return found
 
 

@@ -39,6 +39,7 @@ from foredraft.verify import RULES
 PLAIN = registry.NONE
 # One pass of 16 sequences with 8 drafts each, and the prompts that are read meanwhile in parts.
 MAX_BATCHED_TOKENS = 512
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,33 @@ class Lane:
         )
         self.seqs: list[Sequence] = []
         self.segments: list[Segment] = []
-        self.num_at_start: list[int] = []
+        self.seconds_to_begin = 0.0
         self._due = 0
 
     def begin(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], tenant: str = "") -> None:
-        """Take a batch of prompts and step until each has its first token, or its end; the time of that is not kept.
+        """Take a batch of prompts and step until each has its first token, or its end; the time of that is kept apart.
 
         Every one of ``params`` must have a seed.
         """
         self.seqs = [self._sequence(list(prompt), one, tenant) for prompt, one in zip(prompts, params, strict=True)]
         self.segments, self._due = [], 0
+        start = self.clock()
         for seq in self.seqs:
             self.engine.add(seq)
         while any(not seq.num_output and seq.finish_reason is None for seq in self.seqs):
             self.engine.step()
-        self.num_at_start = [seq.num_output for seq in self.seqs]
+        self.seconds_to_begin = self.clock() - start
+
+    def recall(self, prompts: Seq[Seq[int]], answers: Seq[Seq[int]], tenant: str = "") -> None:
+        """Show the drafters requests that were answered elsewhere, as if they had just ended here."""
+        for prompt, answer in zip(prompts, answers, strict=True):
+            seq = self._sequence(list(prompt), SamplingParams(seed=0), tenant)
+            for name in seq.drafters:
+                self._drafters[name].open(seq)
+            seq.tokens.extend(answer)
+            seq.finish_reason = "length"
+            for name in seq.drafters:
+                self._drafters[name].close(seq)
 
     def _sequence(self, prompt: list[int], params: SamplingParams, tenant: str) -> Sequence:
         assert params.seed is not None, params
@@ -213,37 +226,45 @@ class Race:
         self.lanes.append(lane)
         return lane
 
+    def warm_up(self, prompt: Seq[int], params: SamplingParams) -> SamplingParams:
+        """One short request in each lane, which wakes threads and takes the memory that drafters need; what it asked for."""
+        short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
+        self.run([prompt], [short], tenant="warm-up")
+        return short
+
     def run(
         self,
         prompts: Seq[Seq[int]],
         params: Seq[SamplingParams],
         segment_tokens: int = 16,
         turn: int = 0,
-        lanes: Seq[Lane] | None = None,
+        tenant: str = "",
     ) -> None:
-        """Answer the same prompts in all lanes, or those of ``lanes``, segment by segment, in an order that rotates.
+        """Answer the same prompts in all lanes, segment by segment, in an order that rotates.
+
+        ``tenant``: whose earlier answers the drafters know; each lane has drafters of its own.
 
         Raises:
             ConfigError: the prompts and answers of all lanes do not fit into the cache together.
         """
-        chosen = list(self.lanes if lanes is None else lanes)
         pairs = zip(prompts, params, strict=True)
-        needed = len(chosen) * sum(self.llm.kv.blocks_for(len(prompt) + one.max_tokens) for prompt, one in pairs)
-        if needed > self.llm.kv.num_available:
+        needed = len(self.lanes) * sum(self.llm.kv.blocks_for(len(prompt) + one.max_tokens) for prompt, one in pairs)
+        free = self.llm.kv.num_available
+        if needed > free:
             raise ConfigError(
-                f"{len(chosen)} lanes of {len(prompts)} prompts may need {needed} cache blocks, but {self.llm.kv.num_available} "
-                "are free; raise kv_cache_memory or lower max_tokens."
+                f"{len(self.lanes)} lanes of {len(prompts)} prompts may need {needed} cache blocks, but {free} are free; "
+                "raise kv_cache_memory or lower max_tokens."
             )
         try:
-            for lane in rotated(chosen, turn):
-                lane.begin(prompts, params, tenant=f"lane {self.lanes.index(lane)}")
-            while not all(lane.done for lane in chosen):
-                for lane in rotated(chosen, turn):
+            for lane in rotated(self.lanes, turn):
+                lane.begin(prompts, params, tenant)
+            while not all(lane.done for lane in self.lanes):
+                for lane in rotated(self.lanes, turn):
                     if not lane.done:
                         lane.run_segment(segment_tokens)
                 turn += 1
         finally:
-            for lane in chosen:
+            for lane in self.lanes:
                 lane.cancel()
 
 

@@ -167,16 +167,19 @@ def bench_sweep(bench: Mapping[str, Any], name: str) -> str:
     if not cells:
         return "The stored measurement has no such sweep."
     by = 2 if name == "k_sweep" else 1
-    methods = list(dict.fromkeys(key[0] for key in cells if key[0] != "none"))
+    # auto has no K of its own; beside a sweep of K it is one figure.
+    others = ("none", "auto") if by == 2 else ("none",)
+    methods = list(dict.fromkeys(key[0] for key in cells if key[0] not in others))
     rows = [["K" if by == 2 else "batch", *methods]]
-    for size in sorted({key[by] for key in cells if key[0] != "none"}):
+    for size in sorted({key[by] for key in cells if key[0] not in others}):
         found = {key[0]: pair(cell) for key, cell in cells.items() if key[by] == size}
         rows.append([str(size), *(found.get(method, "") for method in methods)])
     if by == 1:
         ends = ((bench["crossover"][method][kind] for kind in ("measured", "predicted")) for method in methods)
         written = (["never" if end is None else f"{end:.1f}" for end in both] for both in ends)
         rows.append(["no gain from", *(f"{measured} ({predicted})" for measured, predicted in written)])
-    return table(rows)
+    auto = next((cell for key, cell in cells.items() if key[0] == "auto"), None)
+    return table(rows) + (f"\n\nOn the same prompts `auto`: {pair(auto)}." if by == 2 and auto is not None else "")
 
 
 def bench_prediction(bench: Mapping[str, Any]) -> str:

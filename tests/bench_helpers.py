@@ -76,6 +76,8 @@ class ScriptedLLM:
         )
         self.target = SimpleNamespace(weight_bytes=100_000_000, exactness="numeric", precision="float32", threads=2)
 
+        self.kv = SimpleNamespace(blocks_for=lambda num_tokens: -(-num_tokens // 16), num_available=10_000)
+
     def describe(self) -> list[str]:
         return ["a scripted model"]
 

@@ -16,7 +16,16 @@ from foredraft import bench_report
 from foredraft.bench import run_bench
 from foredraft.bench_report import NO_IMAGES, all_figures, write_report
 
-ALL = ["speedup_by_k", "speedup_by_batch", "prediction", "pass_cost", "acceptance_by_position", "phases", "k_over_time"]
+ALL = [
+    "speedup_by_k",
+    "speedup_by_batch",
+    "prediction",
+    "pass_cost",
+    "acceptance_by_position",
+    "phases",
+    "phases_besides",
+    "k_over_time",
+]
 
 
 def script(prompt: str, method: str, seed: int) -> Answer:
@@ -44,15 +53,18 @@ def test_a_plot_shows_other_figures_than_the_result(result: dict[str, Any]) -> N
     assert traces(figures["speedup_by_k"]) == {
         "ngram, measured": ([0, 1, 3], [1.0, speedup, speedup]),
         "ngram, predicted": ([0, 1, 3], [1.0, 1.5, 1.5]),
+        "auto, measured": ([0, 8], [speedup, speedup]),
     }
     assert traces(figures["speedup_by_batch"])["auto, measured"] == ([1, 2], [speedup, speedup])
     assert traces(figures["pass_cost"])["calibrated"] == ([1, 5], [100.0, 120.0])
     assert traces(figures["pass_cost"])["in this bench"] == ([1, 4], [90.0, 110.0])
     assert traces(figures["acceptance_by_position"])["ngram"] == ([1, 2, 3], [1.0, 0.0, 0.0])
     assert traces(figures["phases"])["pass"] == (["plain", "ngram", "auto"], [90.0, 110.0, 110.0])
+    assert traces(figures["phases_besides"])["draft"] == (["plain", "ngram", "auto"], [0.0, 5.0, 5.0])
+    assert "pass" not in traces(figures["phases_besides"])
     assert traces(figures["k_over_time"]) == {"drafted (K)": ([1, 2, 3], [3, 3, 3]), "accepted": ([1, 2, 3], [1, 1, 1])}
     points = traces(figures["prediction"])
-    assert {name: len(x) for name, (x, _) in points.items()} == {"ngram": 2 + 2 + 2, "auto": 2 + 2}
+    assert {name: len(x) for name, (x, _) in points.items()} == {"ngram": 2 + 2 + 2, "auto": 2 + 1 + 2}
 
 
 def test_the_crossover_is_not_marked(result: dict[str, Any]) -> None:
@@ -65,7 +77,7 @@ def test_the_crossover_is_not_marked(result: dict[str, Any]) -> None:
 def test_a_bench_without_sweeps_or_adaptive_runs_has_empty_plots(scripted: Setup, tmp_path: Path) -> None:
     scripted(lambda prompt, method, seed: replace(script(prompt, method, seed), predicted=None))
     result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "x")), Told())
-    assert list(all_figures(result)) == ["pass_cost", "acceptance_by_position", "phases"]
+    assert list(all_figures(result)) == ["pass_cost", "acceptance_by_position", "phases", "phases_besides"]
 
 
 def test_the_page_loads_something_or_holds_the_library_twice(

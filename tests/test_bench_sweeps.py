@@ -52,7 +52,7 @@ def test_a_k_or_a_batch_size_is_left_out_or_run_on_other_prompts(scripted: Setup
     result = run_bench(chosen, Told())
     assert llm.warm_ups == [
         ("plain", "ngram K=4", "auto"),
-        ("plain", "ngram K=2", "ngram K=5"),
+        ("plain", "ngram K=2", "ngram K=5", "auto"),
         *[("plain", "ngram K=4", "auto")] * 3,
     ]
     assert [prompts for category, prompts, *_ in llm.batches if category != "all"] == [("x",), ("z",), ("v",), ("y",), ("w",)]
@@ -65,11 +65,12 @@ def test_a_k_or_a_batch_size_is_left_out_or_run_on_other_prompts(scripted: Setup
         ("x", "y", "z", "w"),
     ]
     k_cells = {(c["method"], c["num_speculative_tokens"], c["num_runs"]) for c in result["k_sweep"]}
-    assert k_cells == {("none", 0, 2), ("ngram", 2, 2), ("ngram", 5, 2)}
+    assert k_cells == {("none", 0, 2), ("ngram", 2, 2), ("ngram", 5, 2), ("auto", 8, 2)}
     batch_cells = [(c["batch"], c["method"], c["num_runs"]) for c in result["batch_sweep"]]
     assert batch_cells == [(b, m, n) for b, n in ((1, 4), (2, 2), (4, 1)) for m in ("none", "ngram", "auto")]
     text = format_table(result)
     assert "K = 5" in text and "batch 4" in text and "no gain from" in text
+    assert "auto: 1.00, which is 1.00 times the best fixed setting of all prompts, ngram with K = 2" in text
 
 
 def test_too_few_prompts_make_a_smaller_batch(scripted: Setup, tmp_path: Path) -> None:
@@ -89,13 +90,29 @@ def test_a_prompt_beyond_the_context_stops_the_bench_or_goes_unsaid(scripted: Se
     assert llm.batches[-1][1] == ("x",)
 
 
+def test_a_batch_that_finds_no_room_ends_the_bench_after_minutes(scripted: Setup, tmp_path: Path) -> None:
+    llm = scripted(lambda prompt, method, seed: steady(10.0))
+    llm.kv.num_available = 90  # 7 blocks for each prompt of each lane
+    told = Told()
+    chosen = options(methods=("ngram",), k_sweep=(1, 2, 3, 4, 5, 6), batch_sweep=(1, 4, 8), dataset=dataset(tmp_path, "x", "y"))
+    result = run_bench(chosen, told)
+    assert [cell["batch"] for cell in result["batch_sweep"]] == [1, 1, 4, 4] and result["k_sweep"]
+    assert [line for line in told.lines if "left out" in line] == [
+        "batch sweep 8 is left out: 2 lanes at a time may need 112 cache blocks of 90; raise kv_cache_memory"
+    ]
+    llm.kv.num_available = 13
+    with pytest.raises(ValueError, match="2 lanes at a time may need 14 cache blocks of 13; raise kv_cache_memory or lower"):
+        run_bench(chosen, told)
+
+
 def test_an_adaptive_method_gets_a_fixed_k_or_a_small_ceiling() -> None:
     chosen = options(methods=("ngram", "auto"), num_speculative_tokens=3, k_sweep=(0, 1))
     assert [(way.label, way.num_speculative_tokens, way.adaptive) for way in chosen.ways()] == [
         ("ngram K=3", 3, False),
         ("auto", 8, True),
     ]
-    assert [way.label for way in chosen.swept_ways()] == ["ngram K=1"]
+    assert [way.label for way in chosen.swept_ways()] == ["ngram K=1", "auto"]
+    assert options(methods=("auto",), k_sweep=(0, 1)).swept_ways() == []
 
 
 def test_a_rule_that_changes_tokens_is_compared_token_for_token() -> None:

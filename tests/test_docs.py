@@ -128,7 +128,13 @@ def swept(method: str, k: int, batch: int, speedup: float, predicted: float | No
 def test_a_sweep_is_shown_with_the_figures_of_another_cell() -> None:
     plain = swept("none", 0, 1, 1.0, None)
     bench = {
-        "k_sweep": [plain, swept("ngram", 1, 1, 1.2, 1.3), swept("ngram", 4, 1, 1.5, 1.4), swept("suffix", 4, 1, 1.1, None)],
+        "k_sweep": [
+            plain,
+            swept("ngram", 1, 1, 1.2, 1.3),
+            swept("ngram", 4, 1, 1.5, 1.4),
+            swept("suffix", 4, 1, 1.1, None),
+            swept("auto", 8, 1, 1.6, 1.7),
+        ],
         "batch_sweep": [plain, swept("ngram", 4, 1, 1.5, 1.4), swept("ngram", 4, 8, 0.8, 0.9)],
         "crossover": {"ngram": {"measured": 5.25, "predicted": None}},
     }
@@ -137,6 +143,8 @@ def test_a_sweep_is_shown_with_the_figures_of_another_cell() -> None:
         "| :-- | --: | --: |",
         "| 1 | 1.20 (1.30) |  |",
         "| 4 | 1.50 (1.40) | 1.10 |",
+        "",
+        "On the same prompts `auto`: 1.60 (1.70).",
     ]
     assert SCRIPT_MODULE.bench_sweep(bench, "batch_sweep").splitlines()[2:] == [
         "| 1 | 1.50 (1.40) |",

@@ -32,12 +32,12 @@ from foredraft.bench_figures import (
 from foredraft.bench_options import BenchOptions as BenchOptions
 from foredraft.drafters import registry
 from foredraft.journal import Journal
-from foredraft.lanes import PLAIN, Way
+from foredraft.lanes import PLAIN, Way, blocks_needed
 from foredraft.llm import LLM, Prompt
 from foredraft.machine import describe_machine, measure_read_bandwidth
 from foredraft.target import resolve_device
 from foredraft.trial import Batch, Contest, Run
-from foredraft.types import RequestError, SamplingParams, refuse_unknown
+from foredraft.types import ConfigError, RequestError, SamplingParams, refuse_unknown
 from foredraft.workloads import WORKLOADS, Workload, load_dataset
 
 NOTES = (
@@ -124,7 +124,7 @@ def run_bench(options: BenchOptions, progress: Progress, journal_path: Path | No
         resolve_device(options.device), num_bytes=model["bytes_per_token"], threads=llm.target.threads
     )
     times = llm.calibrate()
-    stages = _stages(options, batches)
+    stages = _fitting(llm, options, _stages(options, batches), progress)
     runs = _run_stages(llm, options, stages, journal, progress)
     result = {
         "version": __version__,
@@ -207,6 +207,22 @@ def _stages(options: BenchOptions, batches: Seq[Batch]) -> list[_Stage]:
         named = tuple(Batch(ALL_CATEGORIES, f"{size} at a time, {index + 1}", part) for index, part in enumerate(parts))
         stages.append(_Stage(f"batch_sweep {size}", tuple(options.ways()), named))
     return stages
+
+
+def _fitting(llm: LLM, options: BenchOptions, stages: Seq[_Stage], progress: Progress) -> list[_Stage]:
+    """The stages whose lanes find room in the cache together; to find out later would cost what was measured until then."""
+    free, fitting = llm.kv.num_available, []
+    for stage in stages:
+        num_lanes = len(stage.ways) + 1
+        needed = max(blocks_needed(llm, num_lanes, batch.prompts, options.max_tokens) for batch in stage.batches)
+        if needed <= free:
+            fitting.append(stage)
+            continue
+        size = f"{num_lanes} lanes at a time may need {needed} cache blocks of {free}; raise kv_cache_memory"
+        if stage is stages[0]:
+            raise ConfigError(f"the prompts are too long to be compared: {size} or lower max_tokens.")
+        progress.note(f"{stage.name.replace('_', ' ')} is left out: {size}")
+    return fitting
 
 
 def _run_stages(llm: LLM, options: BenchOptions, stages: Seq[_Stage], journal: Journal, progress: Progress) -> dict[str, list[Run]]:

@@ -115,5 +115,6 @@ class BenchOptions:
         ]
 
     def swept_ways(self) -> list[Way]:
-        """The methods with each K of the sweep; ``auto`` chooses its K itself."""
-        return [Way(method, k) for method in self.methods if method != registry.AUTO for k in self.k_sweep if k > 0]
+        """The methods with each K of the sweep, and ``auto``, which chooses its K itself, to compare them with."""
+        fixed = [Way(method, k) for method in self.methods if method != registry.AUTO for k in self.k_sweep if k > 0]
+        return [*fixed, *(way for way in self.ways() if way.adaptive)] if fixed else []

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.bench_table import format_table, label
+from foredraft.drafters import registry
 from foredraft.lanes import PLAIN
 from foredraft.report import COLOURS, page, plotting
 from foredraft.types import PHASES
 
 PHASE_COLOURS = dict(zip(PHASES, ("#bbbbbb", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd"), strict=True))
+BESIDES = tuple(phase for phase in PHASES if phase != "pass")
 NO_IMAGES = "the plots were not written as PNG, which needs kaleido: pip install kaleido"
 
 Cell = Mapping[str, Any]
@@ -68,6 +70,7 @@ _EXPLAINED = {
     "acceptance_by_position": "Of the drafts that had a token at this position and were verified, the share whose tokens were "
     "right up to and including it.",
     "phases": "Milliseconds of a decoding step, medians over the runs; a step of a drafting method emits more than one token.",
+    "phases_besides": "The same on another scale: what drafting, sampling and all else take.",
     "k_over_time": "Step by step, how many tokens were drafted and how many of them came; 0 is a plain step.",
 }
 
@@ -81,7 +84,8 @@ def all_figures(result: Mapping[str, Any]) -> dict[str, Any]:
         "prediction": predictions([*result["cells"], *result["k_sweep"], *result["batch_sweep"]]) if result["prediction"] else None,
         "pass_cost": pass_cost(result["pass_times"], result["pass_ms"]),
         "acceptance_by_position": acceptance_by_position(result["overall"]),
-        "phases": phases(result["overall"]),
+        "phases": phases(result["overall"], PHASES, "Time per phase of a step"),
+        "phases_besides": phases(result["overall"], BESIDES, "Time per phase, but for the pass"),
         "k_over_time": k_over_time(example) if example else None,
     }
     return {name: figure for name, figure in made.items() if figure is not None}
@@ -134,10 +138,15 @@ def _speedup_lines(figure: Any, cells: Seq[Cell], name_of_x: str, start: tuple[f
 
 
 def speedup_by_k(cells: Seq[Cell]) -> Any:
-    """A line per method over K; K = 0 is plain decoding."""
+    """A line per method over K, where K = 0 is plain decoding, and a level one for ``auto``."""
     figure = _figure("Speed-up by K", "K, draft tokens per pass", "speed-up over plain decoding")
-    _speedup_lines(figure, cells, "num_speculative_tokens", start=(0, 1.0))
+    _speedup_lines(figure, [cell for cell in cells if cell["method"] != registry.AUTO], "num_speculative_tokens", start=(0, 1.0))
     figure.update_xaxes(dtick=1)
+    for cell in cells:
+        if cell["method"] == registry.AUTO and cell["speedup"] is not None:
+            ends, value = [0, max(one["num_speculative_tokens"] for one in cells)], cell["speedup"]["median"]
+            line = {"color": COLOURS[2], "dash": "dot"}
+            figure.add_scatter(x=ends, y=[value, value], mode="lines", name="auto, measured", line=line)
     return figure
 
 
@@ -214,11 +223,11 @@ def acceptance_by_position(overall: Seq[Cell]) -> Any:
     return figure
 
 
-def phases(overall: Seq[Cell]) -> Any:
-    """A bar per method, of the phases of a step."""
-    figure = _figure("Time per phase of a step", "", "milliseconds")
+def phases(overall: Seq[Cell], shown: Seq[str], title: str) -> Any:
+    """A bar per method, of some phases of a step."""
+    figure = _figure(title, "", "milliseconds")
     names = [label(cell["method"]) for cell in overall]
-    for phase in PHASES:
+    for phase in shown:
         heights = [cell["ms_per_step"].get(phase, 0.0) for cell in overall]
         figure.add_bar(x=names, y=heights, name=phase, marker={"color": PHASE_COLOURS[phase]})
     figure.update_layout(barmode="stack")

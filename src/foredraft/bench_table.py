@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from foredraft.drafters import registry
 from foredraft.lanes import PLAIN
 from foredraft.types import PHASES
 
@@ -94,15 +95,27 @@ def pair(cell: Mapping[str, Any] | None) -> str:
     return f"{cell['speedup']['median']:.2f}{expected}"
 
 
+def best_fixed(cells: Seq[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The cell of a K sweep with the highest measured speed-up of all fixed settings."""
+    fixed = [cell for cell in cells if cell["method"] not in (PLAIN, registry.AUTO) and cell["speedup"] is not None]
+    return max(fixed, key=lambda cell: float(cell["speedup"]["median"]), default=None)
+
+
 def _k_table(cells: Seq[Mapping[str, Any]]) -> str:
-    methods = list(dict.fromkeys(cell["method"] for cell in cells if cell["method"] != PLAIN))
+    methods = list(dict.fromkeys(cell["method"] for cell in cells if cell["method"] not in (PLAIN, registry.AUTO)))
     if not methods:
         return ""
     at = {(cell["method"], cell["num_speculative_tokens"]): cell for cell in cells}
     rows: list[tuple[str, ...]] = [("speed-up (predicted)", *methods)]
-    for k in sorted({k for method, k in at if method != PLAIN}):
+    for k in sorted({k for method, k in at if method in methods}):
         rows.append((f"K = {k}", *(pair(at.get((method, k))) for method in methods)))
-    return aligned(rows, num_left=1)
+    auto = next((cell for cell in cells if cell["method"] == registry.AUTO), None)
+    text, best = aligned(rows, num_left=1), best_fixed(cells)
+    if auto is None or auto["speedup"] is None or best is None:
+        return text
+    share = auto["speedup"]["median"] / best["speedup"]["median"]
+    setting = f"{best['method']} with K = {best['num_speculative_tokens']}"
+    return f"{text}\nauto: {pair(auto)}, which is {share:.2f} times the best fixed setting of all prompts, {setting}"
 
 
 def _batch_table(cells: Seq[Mapping[str, Any]], crossover: Mapping[str, Any]) -> str:

@@ -247,9 +247,7 @@ class Race:
         Raises:
             ConfigError: the prompts and answers of all lanes do not fit into the cache together.
         """
-        pairs = zip(prompts, params, strict=True)
-        needed = len(self.lanes) * sum(self.llm.kv.blocks_for(len(prompt) + one.max_tokens) for prompt, one in pairs)
-        free = self.llm.kv.num_available
+        needed, free = blocks_needed(self.llm, len(self.lanes), prompts, params[0].max_tokens), self.llm.kv.num_available
         if needed > free:
             raise ConfigError(
                 f"{len(self.lanes)} lanes of {len(prompts)} prompts may need {needed} cache blocks, but {free} are free; "
@@ -266,6 +264,11 @@ class Race:
         finally:
             for lane in self.lanes:
                 lane.cancel()
+
+
+def blocks_needed(llm: LLM, num_lanes: int, prompts: Seq[Seq[int]], max_tokens: int) -> int:
+    """Cache blocks that lanes may hold at the same time for the same prompts."""
+    return num_lanes * sum(llm.kv.blocks_for(len(prompt) + max_tokens) for prompt in prompts)
 
 
 def rotated(items: Seq[Lane], turn: int) -> list[Lane]:

@@ -35,7 +35,7 @@ def page(title: str, sections: Sequence[tuple[str, str, Any]], text: str) -> str
     for index, (heading, explained, figure) in enumerate(sections):
         parts.append(f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(explained)}</p>" if heading else "")
         # The plots' own title would say the same again; the library is in the page once.
-        shown = figure.update_layout(title=None)
+        shown = figure.update_layout(title=None, margin={"t": 30})
         parts.append(shown.to_html(full_html=False, include_plotlyjs=index == 0))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'

@@ -158,7 +158,7 @@ def finding(holds: bool) -> Finding:
 def test_findings_are_run_in_another_order_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = ToyLLM(max_model_len=4000, vocab_size=256)
     monkeypatch.setattr(experiments, "LLM", llm.open)
-    monkeypatch.setattr(experiments, "resolve_device", lambda device: type("D", (), {"type": "cpu"}))
+    monkeypatch.setattr(experiments, "resolve_device", lambda device: "cpu")
     seen = []
 
     def experiment(name: str) -> Any:

@@ -101,7 +101,7 @@ def run_experiments(options: ExperimentOptions, progress: Progress) -> dict[str,
         "model": {
             "name": options.model,
             "quantization": llm.checkpoint.quantization,
-            "device": resolve_device(options.device).type,
+            "device": resolve_device(options.device),
             "exactness": llm.target.exactness,
         },
         "findings": findings,

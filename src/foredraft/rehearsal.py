@@ -18,13 +18,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
-import torch
+import numpy as np
 
 from foredraft.cost import PassTimes, PassWork
 from foredraft.kv_cache import KVCache
 from foredraft.lanes import PLAIN_WAY, Lane, Way
 from foredraft.llm import LLM
-from foredraft.types import PHASES, Clock, Drafter, PassOutput, Rows, SamplingParams, SpeculationStats, StepStats
+from foredraft.types import PHASES, Clock, Drafter, FloatArray, PassOutput, Rows, SamplingParams, SpeculationStats, StepStats
 
 OTHER_PHASES = tuple(phase for phase in PHASES if phase != "pass")
 # Low enough to leave no probability at any temperature, and finite, so that every sampling parameter can work on it.
@@ -59,7 +59,7 @@ class RecordedTarget:
         self._waiting: list[Seq[int]] = []
         self._streams: dict[int, Seq[int]] = {}
         # Rows are used again: to fill a whole vocabulary for each would take longer than all else.
-        self._rows = torch.full((16, vocab_size), NEVER)
+        self._rows = np.full((16, vocab_size), NEVER, np.float32)
         self._chosen: list[int] = []
 
     def expect(self, streams: Seq[Seq[int]]) -> None:
@@ -76,7 +76,7 @@ class RecordedTarget:
         self._clock.replace(start, self._seconds(work, num_drafts))
         return PassOutput(logits)
 
-    def _logits(self, batch: list[Rows]) -> list[torch.Tensor]:
+    def _logits(self, batch: list[Rows]) -> list[FloatArray]:
         self._rows[range(len(self._chosen)), self._chosen] = NEVER
         self._chosen = []
         for rows in batch:
@@ -85,9 +85,9 @@ class RecordedTarget:
             known = [*stream[first : first + rows.num_logits], *[0] * rows.num_logits]
             self._chosen += known[: rows.num_logits]
         if len(self._chosen) > len(self._rows):
-            self._rows = torch.full((2 * len(self._chosen), self.vocab_size), NEVER)
+            self._rows = np.full((2 * len(self._chosen), self.vocab_size), NEVER, np.float32)
         self._rows[range(len(self._chosen)), self._chosen] = 0.0
-        return list(torch.split(self._rows[: len(self._chosen)], [rows.num_logits for rows in batch]))
+        return np.split(self._rows[: len(self._chosen)], np.cumsum([rows.num_logits for rows in batch])[:-1])
 
     def _stream(self, rows: Rows) -> Seq[int]:
         block = rows.block_table[0]

@@ -8,14 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foredraft.types import Clock, Draft, Sequence, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from foredraft.types import Clock, Draft, FloatArray, Sequence, Verdict
 
 Acceptance = Callable[[int], float]
 """The probability that a draft token is right, by its index in the answer."""
@@ -71,7 +67,7 @@ class SyntheticDrafter:
             for i, (token, draw) in enumerate(zip(right, draws, strict=True))
         )
 
-    def observe(self, seq: Sequence, verdict: Verdict, hidden: Tensor | None) -> None:
+    def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Nothing to learn."""
 
     def close(self, seq: Sequence) -> None:

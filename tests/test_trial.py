@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from foredraft.lanes import Way
-from foredraft.trial import Batch, Contest, Run
+from foredraft.lanes import Segment, Way
+from foredraft.trial import Batch, Contest, Run, _noise
 from foredraft.types import PHASES, SamplingParams
 from toy_llm import toy_llm
 
@@ -62,6 +63,17 @@ def test_nothing_is_predicted_where_nothing_was_asked_or_decoded() -> None:
     assert [(run.decode_tokens, run.tokens_per_s, run.noise, run.predicted, run.ms_per_step) for run in runs] == [
         (0, None, None, None, {})
     ] * 3
+
+
+def test_a_growing_context_is_taken_for_noise() -> None:
+    def noise(*seconds: float) -> float | None:
+        return _noise(SimpleNamespace(segments=[Segment(4, 4 * value) for value in seconds]))  # type: ignore[arg-type]
+
+    assert noise(1.0) is None
+    assert noise(1.0, 1.0, 1.0) == 0.0
+    growing, noisy = noise(1.00, 1.01, 1.02, 1.03), noise(1.00, 1.03, 1.01, 1.02)
+    assert growing is not None and noisy is not None and growing < noisy / 2
+    assert noise(1.0, 1.2) == pytest.approx(0.2 / 2 / 1.1)
 
 
 def test_a_recalled_batch_is_unknown_to_the_lanes_or_to_the_rehearsal() -> None:

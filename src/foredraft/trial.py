@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from foredraft.lanes import PLAIN, PLAIN_WAY, Lane, Race, Way, seeded
@@ -34,7 +35,8 @@ class Run:
     """A batch in one way.  ``decode_*`` exclude everything up to the step that gave the last of the batch its first token.
 
     ``token_ids``: one list per answer.  ``ms_per_step``: milliseconds by phase, mean over the decoding steps; empty when there was
-    none.  ``noise``: standard error of the seconds per token, over themselves; None with fewer than two segments.
+    none.  ``noise``: standard error of the seconds per token, over themselves, where all segments do the same, as in plain
+    decoding; None with fewer than two segments.
     ``steps``: rows, drafted, accepted, emitted and milliseconds of the pass, for each decoding step.
     ``predicted``: None, or ``seconds``, ``speedup`` over the measured plain run, ``acceptance_length`` and ``steps``.
     """
@@ -163,11 +165,15 @@ def _run(batch: Batch, lane: Lane, repeat: int, predicted: dict[str, float] | No
 
 
 def _noise(lane: Lane) -> float | None:
-    """From how the segments differ; only plain decoding does the same in all of them."""
+    """From how neighbouring segments differ (von Neumann, 1941): contexts grow and batches empty, which is no noise.
+
+    Of plain decoding only, which does the same in all of them.
+    """
     each = [one.seconds / one.num_tokens for one in lane.segments if one.num_tokens]
     if len(each) < 2:
         return None
-    return statistics.stdev(each) / statistics.fmean(each) / math.sqrt(len(each))
+    variance = statistics.fmean((b - a) ** 2 for a, b in pairwise(each)) / 2
+    return math.sqrt(variance / len(each)) / statistics.fmean(each)
 
 
 def _brief(step: StepStats) -> tuple[int, int, int, int, float]:

@@ -106,7 +106,7 @@ class ScriptedContest:
     def warm_up(self, batch: Batch, params: SamplingParams) -> None:
         self.llm.warm_ups.append(tuple(way.label for way in self.ways))
 
-    def recall(self, batch: Batch, runs: Sequence[Run]) -> None:
+    def recall(self, batch: Batch, plain: Run) -> None:
         self.llm.recalled.append(batch.name)
 
     def run(self, batch: Batch, params: SamplingParams, repeat: int, turn: int) -> list[Run]:

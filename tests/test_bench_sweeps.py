@@ -140,6 +140,7 @@ def test_what_is_finished_is_run_again_or_a_drafter_does_not_learn_of_it(scripte
     result = run_bench(chosen, told, journal)
     assert llm.recalled == ["x", "y", "x"]
     assert [(prompts, repeat) for _, prompts, repeat, _ in llm.batches[:1]] == [(("y",), 1)]
+    assert len(llm.warm_ups) == 2 and not any(line.startswith("[1/") for line in told.lines)
     assert result["resumed"] == 3 and "going on after 3 finished parts" in told.lines
     ratios = [run["tokens_per_s"] for run in result["runs"] if run["method"] == "ngram"][:4]
     assert ratios == pytest.approx([20, 20, 20, 40])

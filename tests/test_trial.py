@@ -82,7 +82,7 @@ def test_a_recalled_batch_is_unknown_to_the_lanes_or_to_the_rehearsal() -> None:
     plain = first.run(ALONE, SAMPLED, 0, 0)
     again = first.run(ALONE, SAMPLED, 0, 0)[1]
     resumed = Contest(toy_llm(), ways)
-    resumed.recall(ALONE, plain)
+    resumed.recall(ALONE, plain[0])
     run = resumed.run(ALONE, SAMPLED, 0, 0)[1]
     assert again.speculation.acceptance_length > plain[1].speculation.acceptance_length + 0.5
     assert run.speculation.acceptance_length > plain[1].speculation.acceptance_length + 0.5

@@ -236,17 +236,15 @@ def _run_stages(llm: LLM, options: BenchOptions, stages: Seq[_Stage], journal: J
         for part, repeat, batch, turn in _parts(stage, options.repeats):
             progress.part(f"{stage.name.replace('_', ' ')}: {batch.category}/{batch.name}", done, total)
             kept = journal.get(part)
-            if contest is None:
-                contest = _open(llm, options, stage, batch)
-            if kept is None:
+            if kept is not None:
+                found = [Run.from_dict(data) for data in kept]
+            else:
+                contest = contest or _open(llm, options, stage, runs[stage.name])
                 found = contest.run(batch, _params(options, repeat), repeat, turn)
                 journal.add(part, [run.to_dict() for run in found])
-            else:
-                found = [Run.from_dict(data) for data in kept]
-                contest.recall(batch, found)
+                progress.note(f"[{done + 1}/{total}] {batch.category}/{batch.name}: {', '.join(_said(found))}")
             runs[stage.name] += found
             done += 1
-            progress.note(f"[{done}/{total}] {batch.category}/{batch.name}: {', '.join(_said(found))}")
     progress.part("done", done, total)
     return runs
 
@@ -258,9 +256,13 @@ def _parts(stage: _Stage, repeats: int) -> Iterator[tuple[str, int, Batch, int]]
             yield f"{stage.name}/{repeat}/{batch.category}/{batch.name}", repeat, batch, repeat + index
 
 
-def _open(llm: LLM, options: BenchOptions, stage: _Stage, batch: Batch) -> Contest:
+def _open(llm: LLM, options: BenchOptions, stage: _Stage, earlier: Seq[Run]) -> Contest:
+    """A contest that knows what it would if it had run ``earlier``."""
     contest = Contest(llm, stage.ways)
-    contest.warm_up(batch, _params(options, 0))
+    contest.warm_up(stage.batches[0], _params(options, 0))
+    batches = {(batch.category, batch.name): batch for batch in stage.batches}
+    for plain in plains_of(earlier).values():
+        contest.recall(batches[plain.category, plain.prompt], plain)
     return contest
 
 

@@ -122,9 +122,9 @@ class Contest:
             runs.append(_run(batch, lane, repeat, predicted))
         return runs
 
-    def recall(self, batch: Batch, runs: Seq[Run]) -> None:
+    def recall(self, batch: Batch, plain: Run) -> None:
         """Let drafters know the answers of a batch that was run earlier, as they would if they had been asked."""
-        answers, tenant = runs[0].token_ids, f"repeat {runs[0].repeat}"
+        answers, tenant = plain.token_ids, f"repeat {plain.repeat}"
         for lane in self._race.lanes:
             lane.recall(batch.prompts, answers, tenant)
         for rehearsal in self._rehearsals:

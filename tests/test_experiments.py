@@ -124,16 +124,16 @@ def test_rows_that_cost_as_much_as_passes_are_called_free(monkeypatch: pytest.Mo
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def test_a_draft_that_costs_time_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_costs_time_is_free() -> None:
     bench = bench_of(max_tokens=32)
     prompts = [[prompt] for prompt in bench.firsts]
-    answers = bench.answers(prompts)
-    race = bench.race([Setting(1.0, 4), Setting(1.0, 4, cost=0.5)], answers)
+    race = bench.race([Setting(1.0, 4, cost=0.5)], bench.answers(prompts))
     bench.compare(race, prompts)
-    free, costly = race.lanes[1:]
-    assert free.speculation.acceptance_rate == costly.speculation.acceptance_rate == 1.0
-    # TIMES says that a pass takes 10 ms, so half of that for each of four tokens.
-    assert costly.milliseconds()["draft"] / len(costly.steps) > 15.0 > free.milliseconds()["draft"] / len(free.steps)
+    lane = race.lanes[1]
+    assert lane.speculation.acceptance_rate == 1.0
+    # TIMES says that a pass takes 10 ms, and half of that goes into each drafted token.
+    assert all(step.milliseconds["draft"] >= 5.0 * step.num_drafted for step in lane.steps)
+    assert sum(step.num_drafted for step in lane.steps) > 20
 
 
 def test_lanes_of_a_race_err_alike_or_the_seed_does_nothing() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from foredraft.bench_table import pair
 from foredraft.cli import app
 from foredraft.hardware import HARDWARE
 from foredraft.plan import run_plan
@@ -28,6 +29,7 @@ PACKAGE = Path("src/foredraft")
 BENCH = Path("docs/data/bench_smollm2-135m_cpu.json")
 PASSES = Path("docs/data/passes_smollm2-135m_cpu.json")
 PLAN = Path("docs/data/plan_smollm2-135m_cpu.json")
+EXPERIMENTS = Path("docs/data/experiments_smollm2-135m_cpu.json")
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
 HELP_WIDTH = 100
 SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
@@ -83,12 +85,18 @@ def render(text: str, sections: Sections, page: str) -> str:
 
 def all_sections(root: Path) -> Sections:
     """What each section holds, made when it is asked for."""
-    bench, passes = (json.loads((root / path).read_text(encoding="utf-8")) for path in (BENCH, PASSES))
+    bench, passes, experiments = (json.loads((root / path).read_text(encoding="utf-8")) for path in (BENCH, PASSES, EXPERIMENTS))
     comparisons = [json.loads((root / path).read_text(encoding="utf-8")) for path in COMPARISONS]
     return {
         "bench-table": lambda: bench_table(bench),
         "bench-machine": lambda: bench_machine(bench),
         "bench-phases": lambda: bench_phases(bench),
+        "bench-k": lambda: bench_sweep(bench, "k_sweep"),
+        "bench-batch": lambda: bench_sweep(bench, "batch_sweep"),
+        "bench-prediction": lambda: bench_prediction(bench),
+        "experiments-table": lambda: experiments_table(experiments),
+        "experiments-machine": lambda: experiments_machine(experiments),
+        "experiments-numbers": lambda: experiments_numbers(experiments),
         "passes-table": lambda: passes_table(passes),
         "passes-machine": lambda: passes_machine(passes),
         "comparison-table": lambda: comparison_table(comparisons),
@@ -151,6 +159,59 @@ def bench_phases(bench: Mapping[str, Any]) -> str:
         name = "plain" if cell["method"] == "none" else cell["method"]
         rows.append([name, *(f"{cell['ms_per_step'][phase]:.3f}" for phase in phases)])
     return table(rows)
+
+
+def bench_sweep(bench: Mapping[str, Any], name: str) -> str:
+    """A row per K or batch size: of each method the speed-up, and the predicted one in brackets."""
+    cells = {(cell["method"], cell["batch"], cell["num_speculative_tokens"]): cell for cell in bench.get(name, ())}
+    if not cells:
+        return "The stored measurement has no such sweep."
+    by = 2 if name == "k_sweep" else 1
+    # auto has no K of its own; beside a sweep of K it is one figure.
+    others = ("none", "auto") if by == 2 else ("none",)
+    methods = list(dict.fromkeys(key[0] for key in cells if key[0] not in others))
+    rows = [["K" if by == 2 else "batch", *methods]]
+    for size in sorted({key[by] for key in cells if key[0] not in others}):
+        found = {key[0]: pair(cell) for key, cell in cells.items() if key[by] == size}
+        rows.append([str(size), *(found.get(method, "") for method in methods)])
+    if by == 1:
+        ends = ((bench["crossover"][method][kind] for kind in ("measured", "predicted")) for method in methods)
+        written = (["never" if end is None else f"{end:.1f}" for end in both] for both in ends)
+        rows.append(["no gain from", *(f"{measured} ({predicted})" for measured, predicted in written)])
+    auto = next((cell for key, cell in cells.items() if key[0] == "auto"), None)
+    return table(rows) + (f"\n\nOn the same prompts `auto`: {pair(auto)}." if by == 2 and auto is not None else "")
+
+
+def bench_prediction(bench: Mapping[str, Any]) -> str:
+    """One sentence on how good the predictions were, and by which rule that is said."""
+    found = bench.get("prediction")
+    if found is None:
+        return "The stored measurement has no predictions."
+    return (
+        f"{found['share_within_10_percent']:.0%} of {found['num_cells']} cells were predicted within 10 % (median error "
+        f"{found['median_error']:.1%}, worst {found['worst_error']:+.1%}) and {found['share_of_right_signs']:.0%} with the right "
+        f"sign; {found['num_even']} were measured within noise of 1.00. {found['rule']}"
+    )
+
+
+def experiments_table(result: Mapping[str, Any]) -> str:
+    """A row per claim with its verdict."""
+    rows = [[f"`{one['name']}`", one["claim"], one["source"], one["verdict"]] for one in result["findings"]]
+    return table([["experiment", "claim", "source", "verdict"], *rows], num_left=4)
+
+
+def experiments_machine(result: Mapping[str, Any]) -> str:
+    """One sentence: model and machine."""
+    machine, model = result["machine"], result["model"]
+    return (
+        f"{model['name']} ({model['quantization']}, exactness: {model['exactness']}) on {machine['cores']} cores of an "
+        f"{machine['cpu']}, {machine['threads']} threads; load before the run {machine['load']:.1f}."
+    )
+
+
+def experiments_numbers(result: Mapping[str, Any]) -> str:
+    """A point per experiment: what was found, and when the claim would hold."""
+    return "\n".join(f"- **{one['name']}**: {one['said']} *Holds when:* {one['rule']}" for one in result["findings"])
 
 
 def passes_table(result: Mapping[str, Any]) -> str:

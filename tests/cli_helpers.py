@@ -5,11 +5,16 @@ Owns: the script and what it turns into.  Does not know: any command.
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from foredraft import cli
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.loader import Detokenizer
 from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -109,3 +114,20 @@ class FakeLLM:
             done = True
         finally:
             self.cancelled += not done
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(llm: FakeLLM | None, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of one command line."""
+        if llm is not None:
+            monkeypatch.setattr(cli, "load_llm", llm.open)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -1,151 +1,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from foredraft import bench, machine
-from foredraft.bench import BenchOptions, bytes_per_token, format_table, quartiles, run_bench
-from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from foredraft.types import PHASES, ConfigError, ForedraftError, Logprob, SamplingParams, SpeculationStats, StepStats
+from bench_helpers import Answer, Setup, Step, Told, dataset, options, prediction, steady
+from bench_helpers import cell_of as cell_of
+from bench_helpers import scripted as scripted
+from foredraft import machine
+from foredraft.bench import bytes_per_token, run_bench
+from foredraft.bench_figures import quartiles
+from foredraft.bench_options import BenchOptions
+from foredraft.bench_table import format_table
+from foredraft.types import ConfigError, ForedraftError, Logprob
 from foredraft.workloads import WORKLOADS
-
-# ------------------------------------------------------------------------------------------------ an LLM with a scripted clock
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a scripted answer: (drafted, accepted, emitted) and milliseconds, all of them in the pass unless told."""
-
-    emitted: int
-    ms: float | Mapping[str, float] = 100.0
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def milliseconds(self) -> dict[str, float]:
-        return dict.fromkeys(PHASES, 0.0) | (dict(self.ms) if isinstance(self.ms, Mapping) else {"pass": self.ms})
-
-
-@dataclass(frozen=True)
-class Answer:
-    steps: tuple[Step, ...]
-    tokens: tuple[int, ...] | None = None
-
-
-Script = Callable[[str, str, int], Answer]
-
-
-@dataclass
-class Request:
-    prompt: str
-    params: SamplingParams
-    answer: Answer
-    num_steps: int = 0
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-
-    @property
-    def finished(self) -> bool:
-        return self.num_steps == len(self.answer.steps)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return list(self.answer.tokens or range(sum(step.emitted for step in self.answer.steps)))
-
-
-class ScriptedLLM:
-    """Answers by ``script(prompt, method, seed)``; ``margins`` are the logprobs that the extra request gets."""
-
-    def __init__(self, script: Script, logprobs: Mapping[int, Logprob], is_repeatable: bool) -> None:
-        self.script, self.logprobs, self.is_repeatable = script, logprobs, is_repeatable
-        self.submitted: list[tuple[str, str, str]] = []
-        self.explained: list[SamplingParams] = []
-        self.options: dict[str, Any] = {}
-        tokenizer = SimpleNamespace(has_chat_template=False, decode=lambda ids, skip_special_tokens: f"<{ids[0]}>")
-        self.checkpoint = SimpleNamespace(
-            tokenizer=tokenizer, quantization="Q4_1", architecture=SimpleNamespace(tie_embeddings=True)
-        )
-        self.target = SimpleNamespace(weight_bytes=100_000_000, exactness="numeric", precision="float32", threads=2)
-        self.engine = SimpleNamespace(metrics=SimpleNamespace(last_step=None))
-
-    def describe(self) -> list[str]:
-        return ["a scripted model"]
-
-    def submit(self, prompt: str, params: SamplingParams, *, tenant: str) -> Request:
-        assert params.speculative is not None and params.seed is not None
-        method = params.speculative["method"]
-        self.submitted.append((prompt, method, tenant))
-        self.request = Request(prompt, params, self.script(prompt.strip(), method, params.seed))
-        return self.request
-
-    def step(self) -> None:
-        request = self.request
-        step = request.answer.steps[request.num_steps]
-        request.num_steps += 1
-        if step.emitted:
-            request.stats.count(step.drafted, step.accepted, step.emitted)
-        counts = (step.drafted, step.accepted, step.emitted)
-        self.engine.metrics.last_step = StepStats(1, step.drafted + 1, *counts, milliseconds=step.milliseconds)
-
-    def take(self, request: Request) -> RequestOutput:
-        seconds = [sum(step.milliseconds.values()) / 1e3 for step in request.answer.steps]
-        first = next(i for i, step in enumerate(request.answer.steps) if step.emitted)
-        metrics = RequestMetrics(sum(seconds[: first + 1]), sum(seconds), request.stats)
-        return RequestOutput("0", None, [1, 2, 3], [CompletionOutput(0, "", request.token_ids)], True, 0, metrics)
-
-    def generate(self, prompt: str, params: SamplingParams) -> list[Any]:
-        self.explained.append(params)
-        assert params.speculative is not None and params.seed is not None
-        answer = self.script(prompt.strip(), params.speculative["method"], params.seed)
-        tokens = Request(prompt, params, answer).token_ids[: params.max_tokens]
-        tokens = tokens if self.is_repeatable else [token + 1 for token in tokens]
-        return [SimpleNamespace(outputs=[CompletionOutput(0, "", tokens, logprobs=[dict(self.logprobs)] * len(tokens))])]
-
-
-Setup = Callable[..., ScriptedLLM]
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
-    def setup(script: Script, logprobs: Mapping[int, Logprob] | None = None, is_repeatable: bool = True) -> ScriptedLLM:
-        llm = ScriptedLLM(script, logprobs or {}, is_repeatable)
-
-        def open_llm(model: str, **options: Any) -> ScriptedLLM:
-            llm.options = {"model": model, **options}
-            return llm
-
-        monkeypatch.setattr(bench, "LLM", open_llm)
-        bandwidth = {"best": 2e9, "median": 1.5e9, "buffer_bytes": 4096, "repeats": 3}
-        monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device, **options: bandwidth)
-        return llm
-
-    yield setup
-
-
-def dataset(tmp_path: Path, *prompts: str, categories: tuple[str, ...] = ("a",)) -> str:
-    path = tmp_path / "prompts.jsonl"
-    lines = [{"question_id": p, "category": categories[i % len(categories)], "turns": [p]} for i, p in enumerate(prompts)]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return str(path)
-
-
-def steady(tokens_per_s: float, num_tokens: int = 3) -> Answer:
-    """A prompt step of 5 s, and then one token a step."""
-    return Answer((Step(1, 5000.0), *[Step(1, 1e3 / tokens_per_s)] * (num_tokens - 1)))
-
-
-def ignore(line: str) -> None:
-    pass
-
-
-def cell_of(result: Mapping[str, Any], method: str, category: str = "a") -> dict[str, Any]:
-    return next(cell for cell in result["cells"] if (cell["category"], cell["method"]) == (category, method))
-
 
 # ------------------------------------------------------------------------------------------------ figures
 
@@ -153,7 +24,7 @@ def cell_of(result: Mapping[str, Any], method: str, category: str = "a") -> dict
 def test_the_speed_up_is_the_median_of_paired_ratios_and_not_the_ratio_of_medians(scripted: Setup, tmp_path: Path) -> None:
     speeds = {"x": {"none": 10.0, "ngram": 30.0}, "y": {"none": 20.0, "ngram": 10.0}, "z": {"none": 40.0, "ngram": 44.0}}
     scripted(lambda prompt, method, seed: steady(speeds[prompt][method]))
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=dataset(tmp_path, "x", "y", "z")), ignore)
+    result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "x", "y", "z")), Told())
     ngram = cell_of(result, "ngram")
     assert ngram["speedup"] == pytest.approx({"lower": 0.8, "median": 1.1, "upper": 2.05})
     assert ngram["tokens_per_s"]["median"] == pytest.approx(30)
@@ -165,7 +36,7 @@ def test_tokens_that_came_with_the_prompt_do_not_count_as_decoded(scripted: Setu
     plain = Answer((Step(0, 700.0), Step(1, 900.0), *[Step(1, 100.0)] * 5))
     drafting = Answer((Step(0, 700.0), Step(3, 900.0, drafted=4, accepted=2), *[Step(1, 100.0)] * 3))
     scripted(lambda prompt, method, seed: plain if method == "none" else drafting)
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=dataset(tmp_path, "x")), ignore)
+    result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "x")), Told())
     run = result["runs"][1]
     assert (run["decode_tokens"], run["decode_steps"]) == (3, 3)
     assert run["decode_seconds"] == pytest.approx(0.3) and run["time_to_first_token"] == pytest.approx(1.6)
@@ -178,7 +49,7 @@ def test_acceptance_is_summed_over_passes_before_it_is_divided(scripted: Setup, 
         "y": Answer((Step(1), Step(2, drafted=1, accepted=1), Step(3, drafted=4, accepted=2))),
     }
     scripted(lambda prompt, method, seed: answers[prompt])
-    result = run_bench(BenchOptions("m", methods=("suffix",), dataset=dataset(tmp_path, "x", "y")), ignore)
+    result = run_bench(options(methods=("suffix",), dataset=dataset(tmp_path, "x", "y")), Told())
     cell = cell_of(result, "suffix")
     assert cell["acceptance_length"] == pytest.approx(12 / 6)
     assert cell["acceptance_rate"] == pytest.approx(6 / 10)
@@ -192,7 +63,7 @@ def test_milliseconds_leave_out_the_prompt_and_overhead_leaves_out_draft_and_pas
         return Answer((Step(1, 5000.0), *(Step(1, {name: scale * ms for name, ms in step.items()}) for step in steps)))
 
     scripted(script)
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=dataset(tmp_path, "x", "y", "z")), ignore)
+    result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "x", "y", "z")), Told())
     cell = cell_of(result, "ngram")
     assert cell["ms_per_step"] == {"schedule": 4, "draft": 2, "pass": 120, "verify": 4, "rest": 10}
     assert cell["overhead_ms_per_step"] == 18
@@ -206,12 +77,12 @@ def test_quartiles_of_few_values() -> None:
 
 def test_an_answer_in_one_step_gives_no_speed_instead_of_a_division_by_zero(scripted: Setup, tmp_path: Path) -> None:
     scripted(lambda prompt, method, seed: Answer((Step(2, 900.0, drafted=1, accepted=1),)))
-    lines: list[str] = []
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=dataset(tmp_path, "x")), lines.append)
+    told = Told()
+    result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "x")), told)
     cell = cell_of(result, "ngram")
     assert (cell["tokens_per_s"], cell["speedup"], cell["ms_per_step"], cell["overhead_ms_per_step"]) == (None, None, {}, None)
     assert result["ceiling"]["plain_percent"] is None
-    assert lines[-1] == "[1/1] a/x: plain all at once, ngram all at once"
+    assert told.lines[-1] == "[1/1] a/x: plain all at once, ngram K=4 all at once"
     assert ["a", "ngram", "-", "2.00", "1.00", "1.00", "yes"] in [line.split() for line in format_table(result).splitlines()]
 
 
@@ -219,7 +90,7 @@ def test_the_overall_row_pools_the_categories(scripted: Setup, tmp_path: Path) -
     speeds = {"x": 10.0, "y": 20.0, "z": 40.0}
     scripted(lambda prompt, method, seed: steady(speeds[prompt] if method == "none" else 20.0))
     path = dataset(tmp_path, "x", "y", "z", categories=("a", "b", "b"))
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=path), ignore)
+    result = run_bench(options(methods=("ngram",), dataset=path), Told())
     plain, ngram = result["overall"]
     assert (plain["category"], plain["method"], plain["num_runs"]) == ("all", "none", 3)
     assert ngram["speedup"]["median"] == pytest.approx(1.0)
@@ -236,24 +107,13 @@ def test_the_embedding_of_an_untied_model_is_not_read_for_every_token() -> None:
 # ------------------------------------------------------------------------------------------------ order
 
 
-def test_methods_run_next_to_each_other_in_an_order_that_rotates(scripted: Setup, tmp_path: Path) -> None:
+def test_each_batch_is_begun_by_the_same_way_or_lanes_are_not_kept(scripted: Setup, tmp_path: Path) -> None:
     llm = scripted(lambda prompt, method, seed: steady(10.0))
-    run_bench(BenchOptions("m", repeats=3, dataset=dataset(tmp_path, "x", "y")), ignore)
-    warm_up, timed = llm.submitted[:3], llm.submitted[3:]
-    assert [method for _, method, _ in warm_up] == ["none", "ngram", "suffix"]
-    groups = [timed[i : i + 3] for i in range(0, len(timed), 3)]
-    assert [group[0][0].strip() for group in groups] == ["x", "y"] * 3
-    assert all(len({prompt for prompt, _, _ in group}) == 1 for group in groups)
-    assert all(sorted(method for _, method, _ in group) == ["ngram", "none", "suffix"] for group in groups)
-    firsts = [group[0][1] for group in groups]
-    assert {method: firsts.count(method) for method in firsts} == {"none": 2, "ngram": 2, "suffix": 2}
-
-
-def test_no_repeat_shares_a_tenant_with_another_or_with_the_warm_up(scripted: Setup, tmp_path: Path) -> None:
-    llm = scripted(lambda prompt, method, seed: steady(10.0))
-    run_bench(BenchOptions("m", repeats=2, dataset=dataset(tmp_path, "x", "y")), ignore)
-    tenants = [tenant for _, _, tenant in llm.submitted]
-    assert len(set(tenants)) == 3 and tenants == sorted(tenants, key=tenants.index)
+    told = Told()
+    run_bench(options(repeats=2, dataset=dataset(tmp_path, "x", "y")), told)
+    assert llm.warm_ups == [("plain", "ngram K=4", "suffix K=4")]
+    assert llm.batches == [("a", ("x",), 0, 0), ("a", ("y",), 0, 1), ("a", ("x",), 1, 1), ("a", ("y",), 1, 2)]
+    assert told.parts[0] == ("categories: a/x", 0, 4) and told.parts[-1] == ("done", 4, 4)
 
 
 def test_pairs_share_a_seed_and_repeats_do_not(scripted: Setup, tmp_path: Path) -> None:
@@ -264,31 +124,30 @@ def test_pairs_share_a_seed_and_repeats_do_not(scripted: Setup, tmp_path: Path) 
         return steady(10.0)
 
     scripted(script)
-    options = BenchOptions("m", methods=("ngram",), repeats=2, temperature=0.7, seed=5, dataset=dataset(tmp_path, "x"))
-    run_bench(options, ignore)
-    assert sorted(seen[2:]) == [("ngram", 5), ("ngram", 6), ("none", 5), ("none", 6)]
+    run_bench(options(methods=("ngram",), repeats=2, temperature=0.7, seed=5, dataset=dataset(tmp_path, "x")), Told())
+    assert seen == [("none", 5), ("ngram", 5), ("none", 6), ("ngram", 6)]
 
 
 def test_the_engine_runs_without_a_prefix_cache_and_with_the_given_options(scripted: Setup, tmp_path: Path) -> None:
     llm = scripted(lambda prompt, method, seed: steady(10.0))
-    options = BenchOptions("m", device="cpu", threads=1, num_speculative_tokens=7, dataset=dataset(tmp_path, "x"))
-    run_bench(options, ignore)
+    chosen = options(device="cpu", threads=1, num_speculative_tokens=7, dataset=dataset(tmp_path, "x"))
+    run_bench(chosen, Told())
     assert llm.options["enable_prefix_caching"] is False
     assert (llm.options["device"], llm.options["threads"]) == ("cpu", 1)
     assert (llm.options["speculative_config"].method, llm.options["speculative_config"].num_speculative_tokens) == ("none", 7)
 
 
 def test_a_draft_model_is_loaded_with_the_engine() -> None:
-    config = BenchOptions("m", methods=("ngram", "draft_model"), speculative_config={"model": "small"}).engine_speculation()
+    config = options(methods=("ngram", "draft_model"), speculative_config={"model": "small"}).engine_speculation()
     assert (config.method, config.model) == ("draft_model", "small")
 
 
 def test_limit_and_categories_choose_among_the_prompts(scripted: Setup) -> None:
     llm = scripted(lambda prompt, method, seed: steady(10.0))
-    result = run_bench(BenchOptions("m", methods=(), categories=("maths", "chat"), limit=2), ignore)
+    result = run_bench(options(methods=(), categories=("maths", "chat"), limit=2), Told())
     expected = [w.name for w in WORKLOADS if w.category == "chat"][:2] + [w.name for w in WORKLOADS if w.category == "maths"][:2]
     assert [run["prompt"] for run in result["runs"]] == expected
-    assert len(llm.submitted) == 5
+    assert len(llm.batches) == 4
     assert [cell["category"] for cell in result["cells"]] == ["chat", "maths"]
 
 
@@ -305,7 +164,7 @@ LOGPROBS = {7: Logprob(-0.5, 1), 8: Logprob(-0.625, 2)}
 
 def test_a_divergence_is_reported_with_its_place_tokens_and_margin(scripted: Setup, tmp_path: Path) -> None:
     llm = scripted(diverging, LOGPROBS)
-    result = run_bench(BenchOptions("m", dataset=dataset(tmp_path, "x", "y", "z")), ignore)
+    result = run_bench(options(dataset=dataset(tmp_path, "x", "y", "z")), Told())
     cell = cell_of(result, "ngram")
     assert (cell["identical"], cell["num_different"]) == (False, 1)
     assert cell["first_divergence"] == {
@@ -321,30 +180,28 @@ def test_a_divergence_is_reported_with_its_place_tokens_and_margin(scripted: Set
     }
     assert result["overall"][1]["first_divergence"] == cell["first_divergence"]
     assert cell_of(result, "suffix")["identical"] and cell_of(result, "suffix")["first_divergence"] is None
-    assert [(params.max_tokens, params.logprobs, params.speculative) for params in llm.explained] == [
-        (3, 2, {"method": "none", "num_speculative_tokens": 4, "adaptive": False})
-    ]
+    assert [(params.max_tokens, params.logprobs, params.speculative) for params in llm.explained] == [(3, 2, {"method": "none"})]
     line = "ngram differs from plain in a/y at token 2: '<8>' instead of '<7>' (top-2 logit margin 0.125)"
     assert line in format_table(result).splitlines()
 
 
 def test_no_extra_request_is_made_when_all_answers_agree(scripted: Setup, tmp_path: Path) -> None:
     llm = scripted(lambda prompt, method, seed: steady(10.0))
-    result = run_bench(BenchOptions("m", dataset=dataset(tmp_path, "x")), ignore)
+    result = run_bench(options(dataset=dataset(tmp_path, "x")), Told())
     assert llm.explained == [] and all(cell["identical"] for cell in result["cells"])
     assert "differs" not in format_table(result)
 
 
 def test_a_margin_is_not_claimed_when_plain_decoding_does_not_repeat_itself(scripted: Setup, tmp_path: Path) -> None:
     scripted(diverging, LOGPROBS, is_repeatable=False)
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=dataset(tmp_path, "y")), ignore)
+    result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "y")), Told())
     assert cell_of(result, "ngram")["first_divergence"]["margin"] is None
     assert "margin not known" in format_table(result)
 
 
 def test_an_answer_that_ends_early_diverges_at_its_end(scripted: Setup, tmp_path: Path) -> None:
     scripted(lambda prompt, method, seed: Answer((Step(1),) * (2 if method == "ngram" else 3)), LOGPROBS)
-    result = run_bench(BenchOptions("m", methods=("ngram",), dataset=dataset(tmp_path, "x")), ignore)
+    result = run_bench(options(methods=("ngram",), dataset=dataset(tmp_path, "x")), Told())
     found = cell_of(result, "ngram")["first_divergence"]
     assert (found["position"], found["plain_token"], found["token"], found["token_text"]) == (2, 2, None, None)
     format_table(result)
@@ -357,25 +214,26 @@ def test_the_table_is_aligned_and_says_what_was_measured(scripted: Setup, tmp_pa
     def script(prompt: str, method: str, seed: int) -> Answer:
         if method == "none":
             return Answer((Step(1, 5000.0), *[Step(1, 100.0)] * 4))
-        return Answer((Step(1, 5000.0), *[Step(2, {"pass": 119.0, "rest": 1.0}, drafted=2, accepted=1)] * 2))
+        steps = [Step(2, {"pass": 119.0, "rest": 1.0}, drafted=2, accepted=1)] * 2
+        return Answer((Step(1, 5000.0), *steps), predicted=prediction(1.75))
 
     scripted(script)
     path = dataset(tmp_path, "x", "y", categories=("short", "a longer name"))
-    result = run_bench(BenchOptions("m", methods=("ngram",), device="cpu", dataset=path), ignore)
+    result = run_bench(options(methods=("ngram",), device="cpu", dataset=path), Told())
     result["machine"] |= {"cpu": "A CPU", "cores": 2, "memory_bytes": 25e9, "gpu": None, "torch": "9", "threads": 2, "load": 0.5}
     assert format_table(result).split("\n\n")[:3] == [
         "machine:   A CPU, 2 cores, 25.0 GB; torch 9, 2 threads; load 0.5\n"
         "model:     m (Q4_1), float32 on cpu, exactness: numeric\n"
         "bandwidth: 2.0 GB/s read at best, 1.5 in the median\n"
         "ceiling:   100 MB of weights a token allow 20.0 plain tok/s; plain reaches 50 %",
-        "category       method  tok/s  speed-up  quartiles  length  rate  per position  same output\n"
-        "------------------------------------------------------------------------------------------\n"
-        "short          plain    10.0                         1.00\n"
-        "short          ngram    16.7     1.67x  1.67-1.67    1.67  0.50     1.00 0.00          yes\n"
-        "a longer name  plain    10.0                         1.00\n"
-        "a longer name  ngram    16.7     1.67x  1.67-1.67    1.67  0.50     1.00 0.00          yes\n"
-        "all            plain    10.0                         1.00\n"
-        "all            ngram    16.7     1.67x  1.67-1.67    1.67  0.50     1.00 0.00          yes",
+        "category       method  tok/s  speed-up  quartiles  predicted  length  rate  per position  same output\n"
+        "-----------------------------------------------------------------------------------------------------\n"
+        "short          plain    10.0                                    1.00\n"
+        "short          ngram    16.7     1.67x  1.67-1.67      1.75x    1.67  0.50     1.00 0.00          yes\n"
+        "a longer name  plain    10.0                                    1.00\n"
+        "a longer name  ngram    16.7     1.67x  1.67-1.67      1.75x    1.67  0.50     1.00 0.00          yes\n"
+        "all            plain    10.0                                    1.00\n"
+        "all            ngram    16.7     1.67x  1.67-1.67      1.75x    1.67  0.50     1.00 0.00          yes",
         "ms per step  schedule  draft     pass  verify   rest  overhead\n"
         "--------------------------------------------------------------\n"
         "plain           0.000  0.000  100.000   0.000  0.000     0.000\n"
@@ -385,12 +243,12 @@ def test_the_table_is_aligned_and_says_what_was_measured(scripted: Setup, tmp_pa
 
 def test_the_result_is_plain_json_and_progress_is_reported(scripted: Setup, tmp_path: Path) -> None:
     scripted(lambda prompt, method, seed: steady(10.0 if method == "none" else 15.0))
-    lines: list[str] = []
-    options = BenchOptions("m", methods=("ngram",), speculative_config={"prompt_lookup_max": 3}, dataset=dataset(tmp_path, "x"))
-    result = run_bench(options, lines.append)
+    told = Told()
+    chosen = options(methods=("ngram",), speculative_config={"prompt_lookup_max": 3}, dataset=dataset(tmp_path, "x"))
+    result = run_bench(chosen, told)
     assert format_table(json.loads(json.dumps(result, allow_nan=False))) == format_table(result)
     assert result["options"]["speculative_config"] == {"prompt_lookup_max": 3}
-    assert lines[0] == "loading m" and lines[-1] == "[1/1] a/x: plain 10.0 tok/s, ngram 15.0 tok/s (1.50x)"
+    assert told.lines[0] == "loading m" and told.lines[-1] == "[1/1] a/x: plain 10.0 tok/s, ngram K=4 15.0 tok/s (1.50x)"
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
@@ -429,9 +287,9 @@ def test_a_bad_option_is_refused_before_a_model_is_loaded(options: dict[str, Any
 
 def test_a_category_that_the_data_set_lacks_is_refused(scripted: Setup, tmp_path: Path) -> None:
     scripted(lambda prompt, method, seed: steady(10.0))
-    options = BenchOptions("m", categories=("writting",), dataset=dataset(tmp_path, "x", categories=("writing",)))
+    chosen = options(categories=("writting",), dataset=dataset(tmp_path, "x", categories=("writing",)))
     with pytest.raises(ForedraftError, match="did you mean 'writing'"):
-        run_bench(options, ignore)
+        run_bench(chosen, Told())
 
 
 # ------------------------------------------------------------------------------------------------ the machine
@@ -455,10 +313,18 @@ def test_the_machine_is_described_in_plain_data() -> None:
 
 @pytest.mark.model
 def test_a_real_model_gives_a_whole_result() -> None:
-    options = BenchOptions(
-        "smollm2-135m", methods=("ngram",), categories=("translation",), limit=1, max_tokens=8, device="cpu", max_model_len=512
+    chosen = BenchOptions(
+        "smollm2-135m",
+        k_sweep=(2,),
+        batch_sweep=(2,),
+        methods=("ngram",),
+        categories=("translation",),
+        limit=1,
+        max_tokens=8,
+        device="cpu",
+        max_model_len=512,
     )
-    result = run_bench(options, ignore)
+    result = run_bench(chosen, Told())
     plain, ngram = result["cells"]
     assert plain["acceptance_length"] == 1.0 and ngram["acceptance_length"] >= 1.0
     assert all(0 < cell["tokens_per_s"]["median"] < 10_000 for cell in (plain, ngram))

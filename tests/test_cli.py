@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli_helpers import END, FakeLLM
-from foredraft import __version__, cli
+from cli_helpers import END, FakeLLM, Run
+from cli_helpers import run as run
+from foredraft import __version__, cli, cli_options
 from foredraft.terminal import DownloadBar
 from foredraft.types import ConfigError, ModelNotFoundError
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(llm: FakeLLM | None, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of one command line."""
-        if llm is not None:
-            monkeypatch.setattr(cli, "load_llm", llm.open)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = cli.main(arguments)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
 
 # ------------------------------------------------------------------------------------------------ the program itself
 
@@ -55,7 +39,7 @@ def test_python_dash_m_runs_the_same_program() -> None:
     assert result.stdout == f"foredraft {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "plan", "models", "demo"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "experiments", "plan", "models", "demo"])
 def test_each_command_explains_itself(run: Run, command: str) -> None:
     code, out, _ = run(None, command, "--help")
     assert code == 0
@@ -149,13 +133,13 @@ def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
     [("512MB", 512_000_000), ("1GiB", 2**30), ("1.5 gib", 3 * 2**29), ("123456789012345678", 123456789012345678), (None, None)],
 )
 def test_sizes_are_read_with_decimal_and_binary_units(text: str | None, size: int | None) -> None:
-    assert cli.parse_bytes(text) == size
+    assert cli_options.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "1G", "-5MB", "1e9", "GiB", "1.2.3MB", "٣MBx"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory"):
-        cli.parse_bytes(text)
+        cli_options.parse_bytes(text)
 
 
 # ------------------------------------------------------------------------------------------------ generate
@@ -373,103 +357,7 @@ def test_chat_marks_drafts(run: Run) -> None:
     assert run(FakeLLM(), "chat", "m", "--show-drafts", stdin="one\n")[1] == "a[bc]de\n"
 
 
-# ------------------------------------------------------------------------------------------------ bench, models, downloads
-
-
-def test_bench_prints_a_table_and_then_its_figures_as_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from foredraft import bench
-
-    seen: list[bench.BenchOptions] = []
-
-    def run_bench(options: bench.BenchOptions, report: Callable[[str], None]) -> dict[str, Any]:
-        seen.append(options)
-        report("[1/1]")
-        return {"overall": [1], "runs": [2]}
-
-    monkeypatch.setattr(cli, "fetch_model", lambda model: None)
-    monkeypatch.setattr(bench, "run_bench", run_bench)
-    monkeypatch.setattr(bench, "format_table", lambda result: "a table")
-    options = "--methods ngram, --num-speculative-tokens 3 --categories chat,code --repeats 2 --kv-cache-memory 1GiB --threads 1"
-    path = tmp_path / "bench.json"
-    assert run(None, "bench", "m", *options.split(), "--json", str(path)) == (0, 'a table\n{"overall":[1]}\n', "[1/1]\n")
-    assert json.loads(path.read_text()) == {"overall": [1], "runs": [2]}
-    expected = {"methods": ("ngram",), "num_speculative_tokens": 3, "categories": ("chat", "code"), "repeats": 2}
-    assert seen == [bench.BenchOptions("m", **expected, kv_cache_memory=2**30, threads=1)]  # type: ignore[arg-type]
-
-
-def test_bench_with_passes_times_passes_and_writes_both_files(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from foredraft import passes, report
-
-    seen: list[passes.PassOptions] = []
-
-    def run_passes(options: passes.PassOptions, note: Callable[[str], None]) -> dict[str, Any]:
-        seen.append(options)
-        note("timing")
-        return {"passes": {"64": {"1": 2.5}}}
-
-    monkeypatch.setattr(cli, "fetch_model", lambda model: None)
-    monkeypatch.setattr(passes, "run_passes", run_passes)
-    monkeypatch.setattr(passes, "format_table", lambda result: "a table")
-    monkeypatch.setattr(report, "plotting", lambda: None)
-    monkeypatch.setattr(report, "write_passes", lambda result, path: path.write_text(json.dumps(result)))
-    files = {name: tmp_path / f"passes.{name}" for name in ("json", "html")}
-    options = ["--repeats", "3", "--ops", "native", "--threads", "1", "--max-model-len", "2048"]
-    options += [text for name, path in files.items() for text in (f"--{name}", str(path))]
-    assert run(None, "bench", "m", "--passes", *options) == (0, 'a table\n{"passes":{"64":{"1":2.5}}}\n', "timing\n")
-    assert seen == [passes.PassOptions("m", repeats=3, ops="native", threads=1, max_model_len=2048)]
-    assert [json.loads(path.read_text()) for path in files.values()] == [{"passes": {"64": {"1": 2.5}}}] * 2
-
-
-def test_a_report_without_plotly_is_refused_before_minutes_of_measuring(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    def fetch(model: str) -> None:
-        raise AssertionError("fetched")
-
-    monkeypatch.setattr(cli, "fetch_model", fetch)
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    code, out, err = run(None, "bench", "m", "--passes", "--html", str(tmp_path / "x.html"))
-    assert (code, out) == (2, "")
-    assert "pip install 'foredraft[report]'" in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--html", "x.html"], "with --passes only"),
-        (["--passes", "--methods", "ngram"], "leave it out"),
-        (["--passes", "--max-tokens", "5"], "--max-tokens"),
-    ],
-)
-def test_options_of_answers_and_of_passes_are_not_mixed(run: Run, arguments: list[str], says: str) -> None:
-    code, out, err = run(None, "bench", "m", *arguments)
-    assert (code, out) == (2, "")
-    assert says in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--methods", "ngrm"], "'ngram'"),
-        (["--categories", "codes"], "'code'"),
-        (["--json", "/no/such/folder/x.json"], "--json"),
-        (["--passes", "--html", "/no/such/folder/x.html"], "--html"),
-        (["--passes", "--repeats", "0"], "repeats"),
-        (["--passes", "--ops", "cpp"], "'cpp'"),
-        (["--speculative-config", "{"], "not valid JSON"),
-        (["--speculative-config", "[]"], "JSON object"),
-    ],
-)
-def test_bench_refuses_mistakes_before_it_fetches_a_model(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
-) -> None:
-    def fetch(model: str) -> None:
-        raise AssertionError("fetched")
-
-    monkeypatch.setattr(cli, "fetch_model", fetch)
-    code, out, err = run(None, "bench", "m", *arguments)
-    assert (code, out) == (2, "")
-    assert says in err and err.count("\n") == 1
+# ------------------------------------------------------------------------------------------------ models, downloads
 
 
 def test_models_lists_aliases_and_drafters_without_any_cache(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -139,3 +139,10 @@ def test_a_running_mean_forgets_at_once_or_never() -> None:
     believed = Running(0.1, first=5.0, weight=9.0)
     believed.add(0.0)
     assert believed.mean == pytest.approx(4.5)
+
+
+def test_a_pass_of_many_more_rows_than_were_calibrated_has_no_logarithm() -> None:
+    cost = PassCost(PassTimes((1, 5, 9), (0.010, 0.011, 0.020)))
+    for _ in range(200):
+        cost.observe(PassWork(16, 0), 64, 0.002)
+    assert 0.0 < cost.seconds(PassWork(16, 0), 64) < 0.02

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from foredraft.claims import EXPERIMENTS
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters import registry
 
@@ -100,6 +101,76 @@ def test_a_changed_figure_of_the_kernels_goes_unnoticed(copy: Path, capsys: pyte
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["docs/benchmarks.md"]
 
 
+def test_a_changed_experiment_goes_unnoticed(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy / SCRIPT_MODULE.EXPERIMENTS
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert {one["name"] for one in result["findings"]} == set(EXPERIMENTS)
+    for name in ("verdict", "said", "claim", "source", "rule"):
+        changed = json.loads(path.read_text(encoding="utf-8"))
+        changed["findings"][0][name] += "?"
+        (copy / SCRIPT_MODULE.EXPERIMENTS).write_text(json.dumps(changed), encoding="utf-8")
+        assert SCRIPT_MODULE.main(["--check"], copy) == 1
+        assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["docs/experiments.md"]
+        path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def swept(method: str, k: int, batch: int, speedup: float, predicted: float | None) -> dict[str, Any]:
+    expected = None if predicted is None else {"speedup": predicted}
+    return {
+        "method": method,
+        "num_speculative_tokens": k,
+        "batch": batch,
+        "speedup": {"median": speedup},
+        "predicted": expected,
+    }
+
+
+def test_a_sweep_is_shown_with_the_figures_of_another_cell() -> None:
+    plain = swept("none", 0, 1, 1.0, None)
+    bench = {
+        "k_sweep": [
+            plain,
+            swept("ngram", 1, 1, 1.2, 1.3),
+            swept("ngram", 4, 1, 1.5, 1.4),
+            swept("suffix", 4, 1, 1.1, None),
+            swept("auto", 8, 1, 1.6, 1.7),
+        ],
+        "batch_sweep": [plain, swept("ngram", 4, 1, 1.5, 1.4), swept("ngram", 4, 8, 0.8, 0.9)],
+        "crossover": {"ngram": {"measured": 5.25, "predicted": None}},
+    }
+    assert SCRIPT_MODULE.bench_sweep(bench, "k_sweep").splitlines() == [
+        "| K | ngram | suffix |",
+        "| :-- | --: | --: |",
+        "| 1 | 1.20 (1.30) |  |",
+        "| 4 | 1.50 (1.40) | 1.10 |",
+        "",
+        "On the same prompts `auto`: 1.60 (1.70).",
+    ]
+    assert SCRIPT_MODULE.bench_sweep(bench, "batch_sweep").splitlines()[2:] == [
+        "| 1 | 1.50 (1.40) |",
+        "| 8 | 0.80 (0.90) |",
+        "| no gain from | 5.2 (never) |",
+    ]
+    assert SCRIPT_MODULE.bench_sweep({}, "k_sweep") == "The stored measurement has no such sweep."
+
+
+def test_predictions_are_shown_better_than_they_were() -> None:
+    found = {
+        "num_cells": 40,
+        "num_even": 3,
+        "share_within_10_percent": 0.925,
+        "share_of_right_signs": 0.975,
+        "median_error": 0.031,
+        "worst_error": -0.21,
+        "rule": "A rule.",
+    }
+    assert SCRIPT_MODULE.bench_prediction({"prediction": found}) == (
+        "92% of 40 cells were predicted within 10 % (median error 3.1%, worst -21.0%) and 98% with the right sign; 3 were measured "
+        "within noise of 1.00. A rule."
+    )
+    assert "no predictions" in SCRIPT_MODULE.bench_prediction({})
+
+
 def test_rendering_does_not_mend_a_stale_page_or_changes_a_current_one(copy: Path) -> None:
     page = copy / "docs" / "benchmarks.md"
     current = page.read_text(encoding="utf-8")
@@ -148,7 +219,7 @@ def test_the_figures_do_not_say_where_they_come_from() -> None:
     assert "runs" not in bench
     assert {"cpu", "cores", "memory_bytes", "torch", "threads", "load"} <= bench["machine"].keys()
     assert {cell["method"] for cell in bench["overall"]} == {"none", *bench["options"]["methods"]}
-    for name in (SCRIPT_MODULE.PASSES, *SCRIPT_MODULE.COMPARISONS):
+    for name in (SCRIPT_MODULE.PASSES, SCRIPT_MODULE.EXPERIMENTS, *SCRIPT_MODULE.COMPARISONS):
         text = read(name.as_posix())
         assert {"cpu", "cores", "load"} <= json.loads(text)["machine"].keys()
         assert not re.search(r"\"/\w", text), "a path of the machine"

@@ -1,4 +1,4 @@
-"""The command line: ``foredraft generate | chat | bench | plan | models | demo``.
+"""The command line: ``foredraft generate | chat | bench | experiments | plan | models | demo``.
 
 Owns: commands, options and exit codes (0 done, 1 a check failed, 2 the user's mistake, 130 stopped by Ctrl-C).  Does not know: how
 anything is computed; each command imports what it needs when it runs, so that ``--help`` is quick.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft import __version__, cli_plan
+from foredraft import __version__, cli_bench, cli_plan
+from foredraft.cli_options import (
+    Device,
+    Dtype,
+    IgnoreEos,
+    KvMemory,
+    MaxModelLen,
+    MaxTokens,
+    MinP,
+    Model,
+    Ops,
+    Seed,
+    ShowDrafts,
+    Speculative,
+    Stop,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    engine_options,
+    given,
+)
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -28,7 +49,6 @@ if TYPE_CHECKING:
 
 STOPPED = 130
 PIPE_CLOSED = 141
-BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Commands(TyperGroup):
@@ -89,15 +109,6 @@ def load_llm(model: str, **options: Any) -> LLM:
     return open_llm(model, **options)
 
 
-def fetch_model(model: str) -> None:
-    """Fetch a model that is not on this machine yet; tests put nothing in its place."""
-    from foredraft.loader.resolve import resolve_model
-    from foredraft.terminal import DownloadBar
-
-    with DownloadBar(model) as progress:
-        resolve_model(model, progress=progress)
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"foredraft {__version__}")
@@ -109,61 +120,6 @@ def root(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Run language models with speculative decoding: exact, and faster where drafts pay."""
-
-
-# ------------------------------------------------------------------------------------------------ options
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id or an alias.")]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the chat.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of one answer.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same answer; drawn and printed when not given.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that make up this much probability.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")]
-MinP = Annotated[float | None, typer.Option(help="Sample from tokens at least this likely, relative to the likeliest.")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
-Speculative = Annotated[
-    str | None,
-    typer.Option("--speculative-config", metavar="JSON", help='As {"method": "ngram"} or {"method": "none"}; auto without.'),
-]
-ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="Mark the tokens that came from accepted drafts.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Ops = Annotated[str | None, typer.Option(help="auto, native or torch.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together; the model's own when not given.")]
-KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", metavar="SIZE", help="As 512MB, 1GiB or a number of bytes.")]
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """The options that the user gave; the others keep the defaults of the classes that they go to."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def parse_bytes(text: str | None) -> int | None:
-    """A size such as ``512MB``, ``1GiB``, ``1.5 GiB`` or ``1000000`` in bytes; None for None.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = BYTE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        from foredraft.types import ConfigError
-
-        raise ConfigError(f"kv_cache_memory must be a size like 512MB, 1GiB or a number of bytes, not {text!r}; write it so.")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-
-
-def engine_options(
-    device: str | None, dtype: str | None, ops: str | None, threads: int | None, max_model_len: int | None, kv_memory: str | None
-) -> dict[str, Any]:
-    """The engine's options among those that the user gave, as EngineConfig takes them."""
-    num_bytes = parse_bytes(kv_memory)
-    return given(device=device, dtype=dtype, ops=ops, threads=threads, max_model_len=max_model_len, kv_cache_memory=num_bytes)
 
 
 @contextmanager
@@ -313,111 +269,10 @@ def chat(
     Conversation(llm, params, system, show_drafts).run()
 
 
-# ------------------------------------------------------------------------------------------------ bench, models, demo
+# ------------------------------------------------------------------------------------------------ the others
 
-
-@app.command()
-def bench(
-    model: Model,
-    methods: Annotated[str | None, typer.Option(metavar="A,B", help="Drafters to compare with plain decoding.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens, at most.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of one answer.")] = None,
-    categories: Annotated[str | None, typer.Option(metavar="A,B", help="Kinds of prompts; all when not given.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Most prompts of each category.")] = None,
-    dataset: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts of your own, in Spec-Bench's format.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Times that each prompt is run.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the first repeat.")] = None,
-    passes: Annotated[bool, typer.Option("--passes", help="Time passes of 1 to 32 rows instead of answers.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure and run here.")] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="With --passes: write a page with a plot.")
-    ] = None,
-    speculative_config: Annotated[str | None, typer.Option(metavar="JSON", help="Further settings of the drafters.")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    ops: Ops = None,
-    threads: Threads = None,
-    max_model_len: MaxModelLen = None,
-    kv_cache_memory: KvMemory = None,
-) -> None:
-    """Measure plain and speculative decoding side by side, or with --passes what a pass costs by its number of rows.
-
-    Progress goes to stderr, a table to stdout, and its figures as one line of JSON after it.
-    """
-    options = given(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    options.update(given(methods=_names(methods), categories=_names(categories), dataset=dataset, limit=limit))
-    options.update(given(speculative_config=_json_object(speculative_config)))
-    engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory) | given(repeats=repeats)
-    if not passes and html_file is not None:
-        raise typer.BadParameter("a page with a plot is made with --passes only.", param_hint="--html")
-    if passes and options:
-        name = next(iter(options)).replace("_", "-")
-        raise typer.BadParameter("--passes times no answers; leave it out.", param_hint=f"--{name}")
-    _check_files({"--json": json_file, "--html": html_file})
-    if passes:
-        _bench_passes(model, engine, json_file, html_file)
-    else:
-        _bench_answers(model, options | engine, json_file)
-
-
-def _check_files(files: Mapping[str, Path | None]) -> None:
-    """Find out now rather than after minutes of measuring."""
-    from foredraft.types import ConfigError
-
-    for name, path in files.items():
-        if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
-            raise ConfigError(f"{name} must name a file in a folder that can be written to, not {str(path)!r}; choose another.")
-
-
-def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | None) -> None:
-    from foredraft import bench as module
-    from foredraft.terminal import note
-
-    chosen = module.BenchOptions(model, **options)
-    fetch_model(model)
-    result = module.run_bench(chosen, note)
-    _print_figures(result, module.format_table(result), json_file)
-
-
-def _bench_passes(model: str, options: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
-    from foredraft import passes as module
-    from foredraft import report
-    from foredraft.terminal import note
-
-    chosen = module.PassOptions(model, **options)
-    if html_file is not None:
-        report.plotting()
-    fetch_model(model)
-    result = module.run_passes(chosen, note)
-    if html_file is not None:
-        report.write_passes(result, html_file)
-    _print_figures(result, module.format_table(result), json_file)
-
-
-def _print_figures(result: Mapping[str, Any], table: str, json_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(table)
-    print(json.dumps({name: value for name, value in result.items() if name != "runs"}, separators=(",", ":")))
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _json_object(text: str | None) -> Any:
-    from foredraft.types import ConfigError
-
-    try:
-        value = None if text is None else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'--speculative-config is not valid JSON ({error}); write it like {{"model": "..."}}.') from error
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f'--speculative-config must be a JSON object, not {text!r}; write it like {{"model": "..."}}.')
-    return value
-
-
+app.command()(cli_bench.bench)
+app.command()(cli_bench.experiments)
 app.command()(cli_plan.plan)
 
 

@@ -168,6 +168,14 @@ class LLM:
                 self._drafters[name] = registry.create(name, config, self._drafter_context(), self._factories)
         return names
 
+    def new_drafters(self, method: str) -> dict[str, Drafter]:
+        """Drafters of a method that share nothing with the engine's own but the weights of a draft model."""
+        config = replace(self.speculative_config, method=method)
+        names = registry.members(config, self._factories)
+        shared = self._ensure_drafters(replace(config, method="draft_model")) if "draft_model" in names else ()
+        context = self._drafter_context()
+        return {n: self._drafters[n] if n in shared else registry.create(n, config, context, self._factories) for n in names}
+
     def calibrate(self) -> PassTimes:
         """What passes take here: measured at first, and since then learned from those that ran."""
         if not self._is_calibrated:

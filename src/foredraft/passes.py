@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 from foredraft import __version__
 from foredraft.architecture import Architecture
-from foredraft.bench import aligned, bytes_per_token, quartiles
+from foredraft.bench import bytes_per_token
+from foredraft.bench_figures import quartiles
+from foredraft.bench_table import aligned
 from foredraft.config import EngineConfig
 from foredraft.llm import LLM
 from foredraft.machine import describe_machine, measure_read_bandwidth

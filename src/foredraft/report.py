@@ -1,4 +1,4 @@
-"""Measured passes as an HTML page with a plot.
+"""An HTML page with plots, and that of measured passes.
 
 Owns: the page, and the plotting library.  Does not know: how anything is measured.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,29 @@ def plotting() -> Any:
         raise ConfigError(f"an HTML report needs plotly ({error}); install it with: pip install 'foredraft[report]'.") from error
 
 
+def page(title: str, sections: Sequence[tuple[str, str, Any]], text: str) -> str:
+    """HTML that loads nothing from elsewhere: a heading, an explanation and a plot per section, then preformatted text."""
+    parts = []
+    for index, (heading, explained, figure) in enumerate(sections):
+        parts.append(f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(explained)}</p>" if heading else "")
+        # The plots' own title would say the same again; the library is in the page once.
+        shown = figure.update_layout(title=None, margin={"t": 30})
+        parts.append(shown.to_html(full_html=False, include_plotlyjs=index == 0))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        "<style>body { font-family: sans-serif; margin: 2em auto; max-width: 70em; } pre { overflow-x: auto; }</style></head>\n"
+        f"<body>\n<h1>{html.escape(title)}</h1>\n{chr(10).join(parts)}\n<pre>{html.escape(text)}</pre>\n</body>\n</html>\n"
+    )
+
+
 def write_passes(result: Mapping[str, Any], path: Path) -> None:
     """Write a result of ``run_passes`` as one HTML file that loads nothing from elsewhere.
 
     Raises:
         ConfigError: plotly is not installed.
     """
-    plot = passes_figure(result).to_html(full_html=False, include_plotlyjs=True)
-    title = f"Cost of a target pass: {html.escape(result['model']['name'])}"
-    path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n'
-        "<style>body { font-family: sans-serif; margin: 2em auto; max-width: 70em; } pre { overflow-x: auto; }</style></head>\n"
-        f"<body>\n<h1>{title}</h1>\n{plot}\n<pre>{html.escape(format_table(result))}</pre>\n</body>\n</html>\n",
-        encoding="utf-8",
-    )
+    title = f"Cost of a target pass: {result['model']['name']}"
+    path.write_text(page(title, [("", "", passes_figure(result))], format_table(result)), encoding="utf-8")
 
 
 def passes_figure(result: Mapping[str, Any]) -> Any:

@@ -261,6 +261,46 @@ class DownloadBar:
             self._display.stop()
 
 
+class PartsBar:
+    """Progress of a measurement that has parts, on stderr: lines that stay, and in a terminal a bar below them."""
+
+    def __init__(self) -> None:
+        self._display: ProgressDisplay | None = None
+
+    def note(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._display is None:
+            note(line)
+        else:
+            self._display.console.print(line, markup=False, highlight=False)
+
+    def part(self, title: str, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` parts are finished and what is next."""
+        if self._display is None:
+            if not sys.stderr.isatty():
+                return
+            self._display = self._begin()
+        self._display.update(self._display.task_ids[0], description=title, completed=done, total=total, refresh=True)
+
+    def _begin(self) -> ProgressDisplay:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
+        # Drawn when there is news only: a thread that draws would take time from what is measured.
+        display = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        display.add_task("", total=None)
+        display.start()
+        return display
+
+    def __enter__(self) -> PartsBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+
 def open_llm(model: str, **options: Any) -> LLM:
     """An LLM, with the progress of its download and its start lines on stderr.  ``options`` are those of LLM."""
     note(f"loading {model} ...")

@@ -98,7 +98,7 @@ class Record:
 class Audit:
     """Drafts of all drafters from one point of a text, to be compared when it is known which of their tokens came.
 
-    ``drafts``: by drafter, those tokens that pay by its own estimate; "" is the first draft with any, as when all are asked in turn.
+    ``drafts``: by drafter, those tokens that pay by its own estimate; "" is the first with any, as when all are asked in turn.
     """
 
     __slots__ = ("_drafts", "_num_seen", "_open", "_right", "_row_price", "_worth")

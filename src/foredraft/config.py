@@ -44,7 +44,8 @@ class SpeculativeConfig:
     ``model`` is the draft model of ``draft_model``.
     ``rejection_sample_method``: ``coupled`` gives the same tokens as plain decoding with the same seed; ``rejection``
     (Leviathan et al., 2211.17192) and ``block`` (Sun et al., 2403.10444) give the same distribution.
-    ``suffix_decoding_max_bytes`` limits the statistics that are shared between requests of one tenant or all.
+    ``suffix_decoding_max_bytes`` limits the statistics that are shared between requests of one tenant or all;
+    ``suffix_decoding_base`` is a file that ``foredraft train suffix`` made, with statistics of the target's own texts.
 
     Raises:
         ConfigError: an unknown name, or a value out of its range.
@@ -61,6 +62,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     suffix_decoding_max_bytes: int = 64 * 1024 * 1024
+    suffix_decoding_base: str | None = None
     adaptive: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ class SpeculativeConfig:
         for name, low in (("max_tree_depth", 1), ("max_cached_requests", 0), ("max_bytes", 0)):
             value = getattr(self, f"suffix_decoding_{name}")
             _require(f"suffix_decoding_{name}", value, _is_int(value, low), f"a whole number of at least {low}")
+        base = self.suffix_decoding_base
+        _require("suffix_decoding_base", base, base is None or (isinstance(base, str) and bool(base)), "the path of a file")
         factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
         _require("suffix_decoding_max_spec_factor", factor, _is_number(factor, 0.0, 64.0), "from 0 to 64")
         _require("suffix_decoding_min_token_prob", prob, _is_number(prob, 0.0, 1.0), "from 0 to 1")

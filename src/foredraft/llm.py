@@ -148,6 +148,7 @@ class LLM:
             stream=stream,
             with_probs=with_probs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
+            model=self.checkpoint.name,
             vocabulary=self.checkpoint.tokenizer.vocabulary,
             load_draft_model=self._load_draft_model,
         )

@@ -38,8 +38,8 @@ def _no_vocabulary() -> Mapping[str, int]:
 class DrafterContext:
     """What a drafter may need to know about the engine that it serves.
 
-    ``vocab_size`` and ``max_model_len`` are the target's.  ``vocabulary()`` is the target's token text to id.
-    ``load_draft_model(name)`` loads a small model when it is called, not before.  ``stream`` is the noise stream that
+    ``vocab_size``, ``max_model_len`` and ``model``, the name it was loaded by, are the target's.  ``vocabulary()`` is its token
+    text to id.  ``load_draft_model(name)`` loads a small model when it is called, not before.  ``stream`` is the noise stream that
     sampled drafts draw from, and ``with_probs`` says whether they must report their distributions; see ``draws_for``.
     """
 
@@ -48,6 +48,7 @@ class DrafterContext:
     stream: int = STREAM_TARGET
     with_probs: bool = False
     max_num_batched_tokens: int = 512
+    model: str = ""
     vocabulary: Callable[[], Mapping[str, int]] = _no_vocabulary
     load_draft_model: Callable[[str], DraftModel] | None = None
 

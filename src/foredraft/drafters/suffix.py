@@ -1,64 +1,80 @@
-"""SuffixDecoding (Oliaro et al., 2411.04975): continue by vote of everything that followed the present end before.
+"""SuffixDecoding (Oliaro et al., 2411.04975), with one distribution: continue as the present end of the text was continued before.
 
-Owns: the vote, the score of a draft, and its calibration.  Does not know: any model, or how occurrences are found.
+Owns: which evidence is asked for each draft token, the score of a draft, and its calibration.  Does not know: any model, how
+occurrences are found, or how statistics of a target's texts are made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from foredraft.acceptance import NUM_CLASSES, confidence_class
 from foredraft.config import SpeculativeConfig
+from foredraft.drafters.backoff import OWN, SHARED, Shares, base_cell, counts_cell, first_weights, group_of, mix
 from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.ngram_table import DECODED_BYTES, MAX_ORDER, Match, NgramTable, TargetIdentity, load_table
 from foredraft.drafters.suffix_statistics import ANCHORS, RequestStatistics, SharedStatistics, Statistics
 from foredraft.memory import BYTES_PER_DICT_ENTRY, DrafterBytes
 from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
+# With this many levels further ones take time and change nothing: the longer ones then agree.
+MAX_LEVELS = 10
+
 
 class Calibration:
-    """Turns vote shares into probabilities by what came of earlier drafts.
+    """Turns what the distribution promises into how often it comes true.
 
-    Raw shares promise too much: one occurrence always votes unanimously, and the draft with the best score was chosen
-    because of its score.  So outcomes are counted per class of (own or shared, match length, number of votes, share).  Until a
-    class has outcomes, an escape of 1/match length more votes is assumed, as prediction by partial matching does.
+    The likeliest of several tokens was chosen because it looked likely, so it is a little less likely than it looks.  Promises and
+    outcomes are summed per class of odds, apart for tokens that the request itself suggests and for others.
     """
 
-    PRIOR_WEIGHT = 2.0
-    MAX_TRIALS = 1024.0
+    PRIOR_WEIGHT = 6.0
+    MAX_PROMISED = 1024.0
+    NUM_CELLS = 2 * NUM_CLASSES
 
-    def __init__(self) -> None:
-        self._hits = [0.0] * 200
-        self._trials = [0.0] * 200
+    def __init__(self, hits: Seq[float] = (), promised: Seq[float] = ()) -> None:
+        self.hits = list(hits) or [0.0] * self.NUM_CELLS
+        self.promised = list(promised) or [0.0] * self.NUM_CELLS
 
     @staticmethod
-    def bucket(is_own: bool, match_length: int, num_votes: int, votes: int) -> int:
-        """The class of a vote: ``votes`` of ``num_votes`` occurrences, all of which match ``match_length`` tokens."""
-        length, total = min(match_length.bit_length(), 5) - 1, min(num_votes.bit_length(), 5) - 1
-        return ((is_own * 5 + length) * 5 + total) * 4 + min(votes * 4 // num_votes, 3)
+    def cell(promise: float, is_own: bool) -> int:
+        """The class of a promise; ``is_own`` when the request itself has an occurrence that suggests the token."""
+        return 2 * confidence_class(promise) + is_own
 
-    def probability(self, bucket: int, match_length: int, num_votes: int, votes: int) -> float:
-        """Estimated probability that the elected token comes next."""
-        prior = votes / (num_votes + 1.0 / match_length)
-        return (self._hits[bucket] + self.PRIOR_WEIGHT * prior) / (self._trials[bucket] + self.PRIOR_WEIGHT)
+    def probability(self, cell: int, promise: float) -> float:
+        """Estimated probability that a token that is promised with ``promise`` comes next."""
+        kept = (self.hits[cell] + self.PRIOR_WEIGHT) / (self.promised[cell] + self.PRIOR_WEIGHT)
+        return min(promise * kept, 1.0)
 
-    def learn(self, bucket: int, came: bool) -> None:
+    def learn(self, cell: int, promise: float, came: bool) -> None:
         """Count one outcome; old ones fade."""
-        if self._trials[bucket] >= self.MAX_TRIALS:
-            self._trials[bucket] /= 2
-            self._hits[bucket] /= 2
-        self._trials[bucket] += 1
-        self._hits[bucket] += came
+        if self.promised[cell] >= self.MAX_PROMISED:
+            self.promised[cell] /= 2
+            self.hits[cell] /= 2
+        self.promised[cell] += promise
+        self.hits[cell] += came
 
 
 @dataclass
 class _Path:
-    """A draft in the making: ``score`` sums path probabilities, ``probs`` and ``buckets`` are those of each vote."""
+    """A draft in the making: ``score`` sums path probabilities, the lists have one entry per token."""
 
-    match_length: int = 0
     score: float = 0.0
     tokens: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)
-    buckets: list[int] = field(default_factory=list)
+    promises: list[float] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+
+    def add(self, token: int, prob: float, path_prob: float, promise: float, cell: int) -> None:
+        """One more token; ``path_prob`` is the probability of it and all before it."""
+        self.score += path_prob
+        self.tokens.append(token)
+        self.probs.append(prob)
+        self.promises.append(promise)
+        self.cells.append(cell)
 
 
 @dataclass
@@ -70,26 +86,65 @@ class _Followed:
     path: _Path = field(default_factory=_Path)
 
 
-class SuffixDrafter:
-    """Drafts what most often followed the same end of text, in this request or in earlier ones of its tenant.
+class _Level:
+    """Occurrences that match the end of text and draft in ``length`` tokens, most recent first, and what followed each.
 
-    For the longest match and for each shorter anchor the occurrences vote on one token after another; the path with the
-    highest expected number of accepted tokens becomes the draft, and that number its ``score``.  Drafts are deterministic.
+    ``ends`` index ``source.tokens``, or, beyond the request's own tokens, the draft.  A negative successor is none.
+    """
+
+    __slots__ = ("ends", "length", "source", "successors")
+
+    def __init__(self, source: Statistics, length: int, ends: list[int], draft: list[int]) -> None:
+        self.source, self.length, self.ends = source, length, ends
+        text, size = source.tokens, len(source.tokens)
+        # In a loop of text an occurrence runs into the draft itself.
+        self.successors = [text[end + 1] if end + 1 < size else draft[end + 1 - size] for end in ends]
+
+    def moved(self, token: int, draft: list[int]) -> _Level | None:
+        """The occurrences that ``token`` followed, one token further; None without any."""
+        ends = [end + 1 for end, successor in zip(self.ends, self.successors, strict=True) if successor == token]
+        return _Level(self.source, self.length + 1, ends, draft) if ends else None
+
+    def counts(self) -> dict[int, int]:
+        """How often each token followed."""
+        counts = dict[int, int]()
+        for token in self.successors:
+            if token >= 0:
+                counts[token] = counts.get(token, 0) + 1
+        return counts
+
+
+class SuffixDrafter:
+    """Drafts what most often followed the same end of text: in this request, in earlier ones of its tenant, in the target's texts.
+
+    All three give evidence for each draft token, for every length of match; mixed by ``backoff`` it is one distribution, whose
+    likeliest token is drafted.  The expected number of accepted tokens is the draft's ``score``.  Drafts are deterministic.
 
     Args:
         max_tree_depth: longest match looked for, in tokens.
         max_spec_factor: at most this many draft tokens per matched token.
-        min_token_prob: a path ends when its probability falls below this.
+        min_token_prob: a draft ends when the probability of all of it falls below this.
         max_cached_requests, max_bytes: see SharedStatistics.
+        table: statistics of texts that the target wrote.
     """
 
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(
-        self, *, max_tree_depth: int, max_spec_factor: float, min_token_prob: float, max_cached_requests: int, max_bytes: int
+        self,
+        *,
+        max_tree_depth: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        max_cached_requests: int,
+        max_bytes: int,
+        table: NgramTable | None = None,
     ) -> None:
         self.shared = SharedStatistics(max_bytes, max_cached_requests)
-        self.calibration = Calibration()
+        self.table = table
+        self.calibration = Calibration(table.hits, table.promised) if table else Calibration()
+        self._weights = table.weights if table else first_weights()
+        self._rest: Shares = table.unigrams if table else ()
         self._max_tree_depth = max_tree_depth
         self._max_spec_factor = max_spec_factor
         self._min_token_prob = min_token_prob
@@ -108,8 +163,8 @@ class SuffixDrafter:
         followed = self._followed[seq.seq_id]
         path = followed.path
         came_next = seq.tokens[followed.base : followed.base + len(path.tokens)]
-        for token, came, bucket in zip(path.tokens, came_next, path.buckets, strict=False):
-            self.calibration.learn(bucket, token == came)
+        for token, came, cell, promise in zip(path.tokens, came_next, path.cells, path.promises, strict=False):
+            self.calibration.learn(cell, promise, token == came)
             if token != came:
                 break
         followed.path = _Path()
@@ -119,73 +174,104 @@ class SuffixDrafter:
         if self._followed.pop(seq.seq_id, None) is not None and seq.finish_reason is not None:
             self.shared.add(seq.tenant, seq.tokens[seq.num_prompt :])
 
+    def evidence(self, seq: Sequence) -> list[tuple[int, Shares]]:
+        """All evidence for the next token of an open sequence, longest match first, as ``backoff.mix`` takes it."""
+        statistics = self._followed[seq.seq_id].statistics
+        statistics.extend(seq.tokens)
+        return list(self._evidence(self._levels(seq, statistics), self._matches(seq.tokens)))
+
+    # -------------------------------------------------------------------------------------------- drafting
+
     def _draft(self, seq: Sequence, num_tokens: int) -> Draft:
         followed = self._followed[seq.seq_id]
         followed.statistics.extend(seq.tokens)
-        best = self._best(followed.statistics, seq.tokens, num_tokens, _Path())
-        if self.shared.select(seq.tenant):
-            best = self._best(self.shared, seq.tokens, num_tokens, best)
-        followed.base, followed.path = len(seq.tokens), best
-        return Draft(tuple(best.tokens), score=best.score, confidence=tuple(best.probs))
+        followed.base, followed.path = len(seq.tokens), self._follow(seq, followed.statistics, num_tokens)
+        path = followed.path
+        return Draft(tuple(path.tokens), score=path.score, confidence=tuple(path.probs))
 
-    def _best(self, source: Statistics, tokens: list[int], num_tokens: int, best: _Path) -> _Path:
-        """The better of ``best`` and the best path from ``source``; of equals the longer match."""
-        suffix = tokens[-self._max_tree_depth :]
-        is_longest = True
-        for level, anchor in enumerate(ANCHORS):
-            ceiling = suffix if is_longest else suffix[-anchor:]
-            if self._limit(len(ceiling), num_tokens) <= best.score:
+    def _follow(self, seq: Sequence, own: RequestStatistics, num_tokens: int) -> _Path:
+        """Draft one likeliest token after another."""
+        path, path_prob = _Path(), 1.0
+        levels, matches = self._levels(seq, own), self._matches(seq.tokens)
+        recent = seq.tokens[-MAX_ORDER:]
+        limit = min(num_tokens, int(self._max_spec_factor * max(levels[0].length if levels else 0, len(matches))))
+        while len(path.tokens) < limit:
+            if path.tokens:
+                levels = self._move_on(levels, own, path.tokens)
+                matches = self._matches(recent)
+            probs = mix(self._evidence(levels, matches), self._weights, self._rest)
+            if not probs:
                 break
-            ends = source.ends(level, suffix) if anchor <= len(suffix) else []
-            if not ends:
-                continue
-            if is_longest:
-                is_longest = False
-                longest, furthest = _longest(source.tokens, ends, suffix, anchor)
-                if longest > anchor:
-                    best = self._better(best, source, furthest, longest, num_tokens)
-            best = self._better(best, source, ends, anchor, num_tokens)
-        return best
-
-    def _limit(self, match_length: int, num_tokens: int) -> int:
-        return min(num_tokens, int(self._max_spec_factor * match_length))
-
-    def _better(self, best: _Path, source: Statistics, ends: list[int], match_length: int, num_tokens: int) -> _Path:
-        limit = self._limit(match_length, num_tokens)
-        if limit <= best.score:
-            return best
-        path = self._follow(source, ends, match_length, limit)
-        return max(best, path, key=lambda candidate: (candidate.score, candidate.match_length))
-
-    def _follow(self, source: Statistics, ends: list[int], match_length: int, limit: int) -> _Path:
-        """Elect one token after another; those who voted otherwise, or whose text has ended, drop out."""
-        tokens, length, path = source.tokens, len(source.tokens), _Path(match_length)
-        path_prob = 1.0
-        for ahead in range(1, limit + 1):
-            votes: dict[int, list[int]] = {}
-            for end in ends:
-                token = tokens[end + ahead] if end + ahead < length else -1
-                if token >= 0:
-                    votes.setdefault(token, []).append(end)
-            if not votes and source.is_own:
-                # Every occurrence has run into the draft itself: the text is in a loop, which the most recent one follows.
-                votes[path.tokens[ends[0] + ahead - length]] = ends[:1]
-            if not votes:
-                break
-            # Voters stand most recent first, and max takes the first of equals.
-            token = max(votes, key=lambda candidate: len(votes[candidate]))
-            num_votes, ends = sum(map(len, votes.values())), votes[token]
-            matched = match_length + ahead - 1
-            bucket = self.calibration.bucket(source.is_own, matched, num_votes, len(ends))
-            prob = self.calibration.probability(bucket, matched, num_votes, len(ends))
+            # Of equals the first is the one of the longest match, and there the most recent.
+            token = max(probs, key=probs.__getitem__)
+            promise = probs[token]
+            is_own = any(level.source.is_own and token in level.successors for level in levels)
+            cell = self.calibration.cell(promise, is_own)
+            prob = self.calibration.probability(cell, promise)
             path_prob *= prob
             if path_prob < self._min_token_prob:
                 break
-            path.score += path_prob
-            path.tokens.append(token)
-            path.probs.append(prob)
-            path.buckets.append(bucket)
+            path.add(token, prob, path_prob, promise, cell)
+            recent.append(token)
         return path
+
+    def _levels(self, seq: Sequence, own: RequestStatistics) -> list[_Level]:
+        """Occurrences of the present end, longest match first; of equal lengths the request's own first."""
+        suffix = seq.tokens[-self._max_tree_depth :]
+        levels = self._levels_in(own, suffix)
+        if self.shared.select(seq.tenant):
+            levels += self._levels_in(self.shared, suffix)
+            levels.sort(key=lambda level: -level.length)
+        return levels
+
+    def _levels_in(self, source: Statistics, suffix: list[int]) -> list[_Level]:
+        levels = list[_Level]()
+        for index, anchor in enumerate(ANCHORS):
+            ends = source.ends(index, suffix) if anchor <= len(suffix) else []
+            if not ends:
+                continue
+            level = _Level(source, anchor, ends, [])
+            # Where the text went on in different ways after the longest anchor, a longer match may tell which way is meant.
+            if not levels and level.successors.count(level.successors[0]) < len(ends):
+                longest, furthest = _longest(source.tokens, ends, suffix, anchor)
+                if longest > anchor:
+                    levels.append(_Level(source, longest, furthest, []))
+            levels.append(level)
+        return levels
+
+    def _move_on(self, levels: list[_Level], own: RequestStatistics, draft: list[int]) -> list[_Level]:
+        """The levels after the last token of ``draft`` was drafted."""
+        moved = [level for level in (level.moved(draft[-1], draft) for level in levels) if level is not None]
+        if len(moved) < MAX_LEVELS:
+            # Without occurrences at the start the tenant may have none at all, and then the others' are not to be seen.
+            others = () if all(level.source.is_own for level in levels) else (self.shared,)
+            sources: tuple[Statistics, ...] = (own, *others)
+            for source in sources:
+                ends = source.ends_after(draft[-1])
+                if ends:
+                    moved.append(_Level(source, 1, ends, draft))
+        return moved
+
+    def _matches(self, tokens: list[int]) -> list[Match]:
+        return self.table.matches(tokens) if self.table else []
+
+    def _evidence(self, levels: list[_Level], matches: list[Match]) -> Iterator[tuple[int, Shares]]:
+        """Cells and shares, longest match first; what occurred here comes before what the table says of equal length."""
+        waiting = list(matches)
+        for level in levels:
+            while waiting and waiting[-1].order > level.length:
+                yield self._of_table(waiting.pop())
+            counts = level.counts()
+            total = sum(counts.values())
+            if total:
+                group = group_of(OWN if level.source.is_own else SHARED, level.length)
+                yield counts_cell(group, total, len(counts)), [(token, num / total) for token, num in counts.items()]
+        while waiting:
+            yield self._of_table(waiting.pop())
+
+    def _of_table(self, match: Match) -> tuple[int, Shares]:
+        assert self.table is not None
+        return base_cell(match.order, match.cell), self.table.successors(match)
 
 
 def _longest(tokens: Seq[int], ends: list[int], suffix: list[int], anchor: int) -> tuple[int, list[int]]:
@@ -206,17 +292,24 @@ def _longest(tokens: Seq[int], ends: list[int], suffix: list[int], anchor: int) 
 
 
 def memory(config: SpeculativeConfig) -> DrafterBytes:
-    """The limit of the shared statistics, and what indexing a request takes for each of its tokens, when no anchor comes twice."""
+    """The limit of the shared statistics, the table, and what indexing takes for each token of a request, when no anchor comes twice."""
     shared = config.suffix_decoding_max_bytes if config.suffix_decoding_max_cached_requests else 0
-    return DrafterBytes(fixed=shared, per_token=len(ANCHORS) * (BYTES_PER_DICT_ENTRY + 4))
+    path = Path(config.suffix_decoding_base or "")
+    table = path.stat().st_size + DECODED_BYTES if path.is_file() else 0
+    return DrafterBytes(fixed=shared + table, per_token=len(ANCHORS) * (BYTES_PER_DICT_ENTRY + 4))
 
 
 def create(config: SpeculativeConfig, context: DrafterContext) -> SuffixDrafter:
     """Factory for method ``suffix``."""
+    path, table = config.suffix_decoding_base, None
+    if path is not None:
+        identity = TargetIdentity.of(context.model, context.vocab_size, context.vocabulary())
+        table = load_table(Path(path), identity)
     return SuffixDrafter(
         max_tree_depth=config.suffix_decoding_max_tree_depth,
         max_spec_factor=config.suffix_decoding_max_spec_factor,
         min_token_prob=config.suffix_decoding_min_token_prob,
         max_cached_requests=config.suffix_decoding_max_cached_requests,
         max_bytes=config.suffix_decoding_max_bytes,
+        table=table,
     )

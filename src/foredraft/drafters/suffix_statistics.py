@@ -35,6 +35,10 @@ class Statistics(Protocol):
         """Where the last ``ANCHORS[level]`` tokens of ``suffix`` ended before, most recent first."""
         ...
 
+    def ends_after(self, token: int) -> list[int]:
+        """Where ``token`` occurred, most recent first."""
+        ...
+
 
 class RequestStatistics:
     """One sequence's own tokens; ``ends`` are positions in ``seq.tokens``."""
@@ -64,8 +68,15 @@ class RequestStatistics:
     def ends(self, level: int, suffix: list[int]) -> list[int]:
         """Where the last ``ANCHORS[level]`` tokens of ``suffix`` ended before, most recent first."""
         # Equal hashes are taken for equal tokens: were they not, a draft would be worse, and nothing else.
-        previous, ends = self._previous[level], list[int]()
-        end = previous[-1] if previous else -1
+        previous = self._previous[level]
+        return self._chain(previous, previous[-1] if previous else -1)
+
+    def ends_after(self, token: int) -> list[int]:
+        """Where ``token`` occurred, most recent first."""
+        return self._chain(self._previous[-1], self._last[-1].get(hash((token,)), -1))
+
+    def _chain(self, previous: array[int], end: int) -> list[int]:
+        ends = list[int]()
         while end >= 0 and len(ends) < MAX_OCCURRENCES:
             ends.append(end)
             end = previous[end]
@@ -141,6 +152,10 @@ class SharedStatistics:
                 break
             position -= distance
         return ends
+
+    def ends_after(self, token: int) -> list[int]:
+        """Where ``token`` occurred, most recent first."""
+        return self.ends(len(ANCHORS) - 1, [token])
 
     def add(self, tenant: str, tokens: list[int]) -> None:
         """Take in one finished output, evicting the oldest for it; of one larger than the ring the end is kept."""

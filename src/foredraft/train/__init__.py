@@ -1,0 +1,1 @@
+"""Fitting drafters to a target by texts that the target itself wrote."""

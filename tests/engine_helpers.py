@@ -9,19 +9,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from functools import cache
+from typing import Any, Protocol, cast
 
+from foredraft.array_file import ArrayFile
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes
 from foredraft.drafters.context import draws_for
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.ngram_table import NgramTable
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.engine import Emission, Engine
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Detokenizer
+from foredraft.replay import Record
 from foredraft.sampling import STREAM_TARGET, PositionNoise, distribution, token_logprobs
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
+from foredraft.train.suffix import fit
 from foredraft.types import Clock, Drafter, FloatArray, SamplingParams, Sequence, Target, TextSink, TokenLogprobs, TokenRules
 from foredraft.verify import RULES, Rule
 
@@ -250,7 +255,7 @@ SCRIPTS: Mapping[str, Callable[[list[int], int, int], list[int]]] = {
     "fewer": lambda right, num, vocab: right[: num // 2],
     "empty": lambda right, num, vocab: [],
 }
-REAL = ("ngram", "suffix", "draft_model", "draft_twin")
+REAL = ("ngram", "suffix", "suffix_warm", "draft_model", "draft_twin")
 DRAFTERS = (*SCRIPTS, *REAL)
 
 
@@ -278,18 +283,35 @@ def draft_model(draft: LabTarget, target: LabTarget, rule: str = "coupled", max_
     )
 
 
-def suffix(min_token_prob: float = 0.0) -> SuffixDrafter:
+def suffix(min_token_prob: float = 0.0, table: NgramTable | None = None) -> SuffixDrafter:
     return SuffixDrafter(
-        max_tree_depth=8, max_spec_factor=8.0, min_token_prob=min_token_prob, max_cached_requests=50, max_bytes=1 << 16
+        max_tree_depth=8, max_spec_factor=8.0, min_token_prob=min_token_prob, max_cached_requests=50, max_bytes=1 << 16, table=table
     )
+
+
+@cache
+def warm_table() -> NgramTable:
+    """Statistics of what the table target of 8 tokens says after any two tokens."""
+    target = TableTarget()
+    texts = [[start % 8, start // 8] for start in range(24)]
+    for text in texts:
+        while len(text) < 30:
+            text.append(int(target.row(text).argmax()))
+    return table_of(fit([Record(text, 2) for text in texts], target.vocab_size).arrays)
+
+
+def table_of(arrays: Mapping[str, Any]) -> NgramTable:
+    """A table that was never in a file."""
+    identity = {"model": "toy", "vocab_size": 8, "vocabulary": ""}
+    return NgramTable(ArrayFile({"identity": identity, "provenance": {}}, arrays))
 
 
 def make_drafter(name: str, target: LabTarget, answers: Iterable[Seq[int]], rule: str = "coupled") -> Drafter:
     """A fresh drafter of ``DRAFTERS`` that serves ``target``; ``answers`` are the streams that scripted ones know."""
     if name == "ngram":
         return NgramDrafter(1, 3)
-    if name == "suffix":
-        return suffix()
+    if name in ("suffix", "suffix_warm"):
+        return suffix(table=warm_table() if name == "suffix_warm" else None)
     if name == "draft_twin":
         return draft_model(twin(target), target, rule)
     if name == "draft_model":

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.config import SpeculativeConfig
+from foredraft.drafters.backoff import LEAST_LEFT, OWN, SHARED, counts_cell, first_weights, group_of
 from foredraft.drafters.context import DrafterContext
-from foredraft.drafters.suffix import SuffixDrafter, create
+from foredraft.drafters.suffix import MAX_LEVELS, SuffixDrafter, create
 from foredraft.drafters.suffix_statistics import ANCHORS, MAX_OCCURRENCES, SharedStatistics
 from foredraft.types import Draft, SamplingParams, Sequence, Verdict
 
@@ -71,46 +72,64 @@ def match_length(spot: Spot, tokens: list[int]) -> int:
     return length
 
 
-def elect(spots: list[Spot], length: int, limit: int, min_prob: float, is_own: bool) -> tuple[float, list[int]]:
-    path: list[int] = []
-    score, prob = 0.0, 1.0
-    while len(path) < limit:
-        nexts = [(spot, spot[0][spot[1] + 1 + len(path)]) for spot in spots if spot[1] + 1 + len(path) < len(spot[0])]
-        if not nexts and is_own:
-            document, end = spots[0]
-            nexts = [(spots[0], (document + path)[end + 1 + len(path)])]
-        if not nexts:
-            break
-        tokens = [token for _, token in nexts]
-        winner = max(dict.fromkeys(tokens), key=tokens.count)
-        prob *= tokens.count(winner) / (len(tokens) + 1 / (length + len(path)))
-        if prob < min_prob:
-            break
-        score += prob
-        path.append(winner)
-        spots = [spot for spot, token in nexts if token == winner]
-    return score, path
+def successor(spot: Spot) -> int:
+    document, end = spot
+    return document[end + 1] if end + 1 < len(document) else -1
+
+
+def first_levels(tokens: list[int], texts: list[list[int]], is_own: bool) -> list[tuple[int, bool, list[Spot]]]:
+    levels: list[tuple[int, bool, list[Spot]]] = []
+    for n in ANCHORS:
+        spots = scan(texts, tokens[len(tokens) - n :], is_own) if n <= min(len(tokens), DEPTH) else []
+        if not levels and len({successor(spot) for spot in spots}) > 1:
+            longest = max(match_length(spot, tokens) for spot in spots)
+            if longest > n:
+                levels.append((longest, is_own, [spot for spot in spots if match_length(spot, tokens) == longest]))
+        if spots:
+            levels.append((n, is_own, spots))
+    return levels
+
+
+def mixture(levels: list[tuple[int, bool, list[Spot]]]) -> dict[int, float]:
+    left, probs, weights = 1.0, dict[int, float](), first_weights()
+    for length, is_own, spots in levels:
+        nexts = [token for token in map(successor, spots) if token >= 0]
+        if not nexts or left < LEAST_LEFT:
+            continue
+        taken = left * weights[counts_cell(group_of(OWN if is_own else SHARED, length), len(nexts), len(set(nexts)))]
+        for token in dict.fromkeys(nexts):
+            probs[token] = probs.get(token, 0.0) + taken * (nexts.count(token) / len(nexts))
+        left -= taken
+    return probs
 
 
 def reference(
     tokens: list[int], documents: list[list[int]], num_tokens: int, min_prob: float, factor: float
 ) -> tuple[tuple[int, ...], float]:
-    best: tuple[float, int] = (0.0, 0)
-    chosen: list[int] = []
-    for is_own, texts in ((True, [tokens]), (False, documents)):
-        levels: list[tuple[int, list[Spot]]] = []
-        for n in ANCHORS:
-            spots = scan(texts, tokens[len(tokens) - n :], is_own) if n <= min(len(tokens), DEPTH) else []
-            if spots and not levels:
-                longest = max(match_length(spot, tokens) for spot in spots)
-                levels.append((longest, [spot for spot in spots if match_length(spot, tokens) == longest]))
-            if spots:
-                levels.append((n, spots))
-        for length, spots in levels:
-            score, path = elect(spots, length, min(num_tokens, int(factor * length)), min_prob, is_own)
-            if (score, length) > best and path:
-                best, chosen = (score, length), path
-    return tuple(chosen), best[0]
+    text, path = list(tokens), list[int]()
+    score, prob = 0.0, 1.0
+    levels = sorted(first_levels(text, [text], True) + first_levels(text, documents, False), key=lambda level: -level[0])
+    sees_others = not all(is_own for _, is_own, _ in levels)
+    longest = max((match_length(spot, text) for _, _, spots in levels for spot in spots), default=0)
+    while len(path) < min(num_tokens, int(factor * longest)):
+        probs = mixture(levels)
+        token = max(probs, key=probs.__getitem__) if probs else -1
+        prob *= probs.get(token, 0.0)
+        if token < 0 or prob < min_prob:
+            break
+        score += prob
+        path.append(token)
+        text.append(token)
+        moved = [
+            (n + 1, own, [(text if own else d, end + 1) for d, end in spots if successor((d, end)) == token])
+            for n, own, spots in levels
+        ]
+        levels = [level for level in moved if level[2]]
+        if len(levels) < MAX_LEVELS:
+            mine = [(text, end) for end in range(len(tokens) - 1, -1, -1) if text[end] == token]
+            others = scan(documents, [token], is_own=False) if sees_others else []
+            levels += [(1, own, spots[:MAX_OCCURRENCES]) for own, spots in ((True, mine), (False, others)) if spots]
+    return tuple(path), score
 
 
 @given(TOKENS, st.lists(TOKENS, max_size=4), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([0.5, 1.0, 4.0]))
@@ -157,7 +176,7 @@ def test_the_majority_beats_the_most_recent() -> None:
 
 
 def test_of_equal_votes_the_most_recent_wins() -> None:
-    assert draft(make(), [1, 50, 1, 60, 1], 1).tokens == (60,)
+    assert draft(make(min_prob=0.0), [1, 50, 1, 60, 1], 1).tokens == (60,)
 
 
 def test_a_draft_is_no_longer_than_the_match_allows() -> None:

@@ -86,9 +86,10 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "prompt_lookup_min": 2,
         "suffix_decoding_max_tree_depth": 24,
         "suffix_decoding_max_cached_requests": 10_000,
-        "suffix_decoding_max_spec_factor": 1.0,
-        "suffix_decoding_min_token_prob": 0.1,
+        "suffix_decoding_max_spec_factor": 8.0,
+        "suffix_decoding_min_token_prob": 0.02,
         "suffix_decoding_max_bytes": 64 * 2**20,
+        "suffix_decoding_base": None,
         "adaptive": True,
     },
     CompletionOutput: {

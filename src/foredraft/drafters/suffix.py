@@ -194,10 +194,12 @@ class SuffixDrafter:
         path, path_prob = _Path(), 1.0
         levels, matches = self._levels(seq, own), self._matches(seq.tokens)
         recent = seq.tokens[-MAX_ORDER:]
-        limit = min(num_tokens, int(self._max_spec_factor * max(levels[0].length if levels else 0, len(matches))))
+        # Without occurrences at the start the tenant may have no earlier requests at all, and must not see those of others.
+        sources: Seq[Statistics] = (own,) if all(level.source.is_own for level in levels) else (own, self.shared)
+        limit = self._limit(seq.tokens, levels, matches, num_tokens)
         while len(path.tokens) < limit:
             if path.tokens:
-                levels = self._move_on(levels, own, path.tokens)
+                levels = self._move_on(levels, sources, path.tokens)
                 matches = self._matches(recent)
             probs = mix(self._evidence(levels, matches), self._weights, self._rest)
             if not probs:
@@ -214,6 +216,17 @@ class SuffixDrafter:
             path.add(token, prob, path_prob, promise, cell)
             recent.append(token)
         return path
+
+    def _limit(self, tokens: list[int], levels: list[_Level], matches: list[Match], num_tokens: int) -> int:
+        """How many tokens to draft at most; ``levels`` and ``matches`` are those at the start."""
+        length = max(levels[0].length if levels else 0, len(matches))
+        if levels and int(self._max_spec_factor * length) < num_tokens:
+            suffix = tokens[-self._max_tree_depth :]
+            for source in (True, False):
+                first = next((level for level in levels if level.source.is_own == source), None)
+                if first is not None:
+                    length = max(length, _longest(first.source.tokens, first.ends, suffix, first.length)[0])
+        return min(num_tokens, int(self._max_spec_factor * length))
 
     def _levels(self, seq: Sequence, own: RequestStatistics) -> list[_Level]:
         """Occurrences of the present end, longest match first; of equal lengths the request's own first."""
@@ -239,13 +252,10 @@ class SuffixDrafter:
             levels.append(level)
         return levels
 
-    def _move_on(self, levels: list[_Level], own: RequestStatistics, draft: list[int]) -> list[_Level]:
+    def _move_on(self, levels: list[_Level], sources: Seq[Statistics], draft: list[int]) -> list[_Level]:
         """The levels after the last token of ``draft`` was drafted."""
         moved = [level for level in (level.moved(draft[-1], draft) for level in levels) if level is not None]
         if len(moved) < MAX_LEVELS:
-            # Without occurrences at the start the tenant may have none at all, and then the others' are not to be seen.
-            others = () if all(level.source.is_own for level in levels) else (self.shared,)
-            sources: tuple[Statistics, ...] = (own, *others)
             for source in sources:
                 ends = source.ends_after(draft[-1])
                 if ends:

@@ -28,7 +28,7 @@ from foredraft.replay import Record
 
 Array = npt.NDArray[Any]
 
-MAX_SUCCESSORS = 16
+MAX_SUCCESSORS = 8
 NUM_UNIGRAMS = 8
 # A longer context that occurred in one text only hardly ever says more than the shorter ones.
 MIN_TEXTS, MIN_TEXTS_FROM_ORDER = 2, 3

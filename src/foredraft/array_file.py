@@ -9,6 +9,7 @@ writer says, and name, dtype and length of each array), the arrays one after the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -60,6 +61,22 @@ def write_arrays(path: Path, header: Mapping[str, Any], arrays: Mapping[str, Arr
         raise CapacityError(
             f"{path} cannot be written ({reason}): it takes {len(rest)} bytes; free some space or choose another place."
         ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work is done that ``path`` could not be written; its folder is made.
+
+    Raises:
+        CapacityError: it could not.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise CapacityError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from error
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -48,6 +48,7 @@ def suffix(
     What the model has written so far is kept in the cache folder: a run that was stopped goes on where it was, and more tokens
     cost only the difference.
     """
+    from foredraft.array_file import check_writable
     from foredraft.drafters.ngram_table import TargetIdentity, save_table
     from foredraft.loader import cache_dir
     from foredraft.request_log import read_prompts
@@ -60,6 +61,7 @@ def suffix(
         raise ConfigError(f"tokens must be at least {MIN_TOKENS}, not {tokens}; ask for more.")
     recipe = Recipe(seed=seed, temperatures=_numbers(temperatures))
     given = read_prompts(prompts) if prompts is not None else []
+    check_writable(out)
     engine: dict[str, Any] = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
     llm = open_llm(model, speculative_config={"method": "none"}, max_num_seqs=TEXTS_PER_FILE, **engine)
     tokenizer, name = llm.checkpoint.tokenizer, llm.checkpoint.name

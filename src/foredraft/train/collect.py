@@ -110,7 +110,7 @@ class Collector:
         encoded = [_encode(tokenizer, prompt) for prompt in prompts]
         self._prompts = [tokens for tokens in encoded if 0 < len(tokens) <= room]
         if len(self._prompts) < len(encoded):
-            report(f"{len(encoded) - len(self._prompts)} prompts are empty or longer than {room} tokens and are left out")
+            report(f"left out, being empty or longer than {room} tokens: {len(encoded) - len(self._prompts)} of the prompts")
         if prompts and not self._prompts:
             raise ConfigError(f"none of the {len(encoded)} prompts fits into {room} tokens; give shorter ones.")
         if not self._header and not prompts:

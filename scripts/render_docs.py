@@ -299,17 +299,22 @@ def hardware_table() -> str:
 
 
 def commands() -> Mapping[str, Any]:
-    """The program's commands by name."""
+    """The program's commands by name; one in a group is called ``group-command``."""
     group: Any = typer.main.get_command(app)
-    return dict(group.commands)
+    found = {}
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", {})
+        found |= {f"{name}-{part}": (command, inner[part]) for part in inner} or {name: (None, command)}
+    return found
 
 
 def help_text(name: str) -> str:
     """What ``foredraft NAME --help`` prints on a terminal of 100 columns."""
-    group: Any = typer.main.get_command(app)
-    parent = group.context_class(group, info_name="foredraft", terminal_width=HELP_WIDTH, **group.context_settings)
-    command = commands()[name]
-    context = command.context_class(command, info_name=name, parent=parent)
+    root: Any = typer.main.get_command(app)
+    context = root.context_class(root, info_name="foredraft", terminal_width=HELP_WIDTH, **root.context_settings)
+    command: Any = None
+    for command in filter(None, commands()[name]):
+        context = command.context_class(command, info_name=command.name, parent=context)
     return f"```\n{command.get_help(context)}\n```"
 
 

@@ -302,7 +302,10 @@ def _longest(tokens: Seq[int], ends: list[int], suffix: list[int], anchor: int) 
 
 
 def memory(config: SpeculativeConfig) -> DrafterBytes:
-    """The limit of the shared statistics, the table, and what indexing takes for each token of a request, when no anchor comes twice."""
+    """The limit of the shared statistics, the table, and what indexing a request takes for each of its tokens.
+
+    That is when no anchor comes twice.
+    """
     shared = config.suffix_decoding_max_bytes if config.suffix_decoding_max_cached_requests else 0
     path = Path(config.suffix_decoding_base or "")
     table = path.stat().st_size + DECODED_BYTES if path.is_file() else 0

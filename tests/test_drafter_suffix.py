@@ -15,7 +15,7 @@ from foredraft.drafters.suffix import MAX_LEVELS, SuffixDrafter, create
 from foredraft.drafters.suffix_statistics import ANCHORS, MAX_OCCURRENCES, SharedStatistics
 from foredraft.types import Draft, SamplingParams, Sequence, Verdict
 
-DEPTH = 12
+DEPTH = 20
 TOKENS = st.lists(st.integers(0, 2), max_size=50)
 
 
@@ -81,9 +81,9 @@ def first_levels(tokens: list[int], texts: list[list[int]], is_own: bool) -> lis
     levels: list[tuple[int, bool, list[Spot]]] = []
     for n in ANCHORS:
         spots = scan(texts, tokens[len(tokens) - n :], is_own) if n <= min(len(tokens), DEPTH) else []
-        if not levels and len({successor(spot) for spot in spots}) > 1:
+        if spots and not levels:
             longest = max(match_length(spot, tokens) for spot in spots)
-            if longest > n:
+            if (longest > n and len({successor(spot) for spot in spots}) > 1) or (n == 8 and longest >= 16):
                 levels.append((longest, is_own, [spot for spot in spots if match_length(spot, tokens) == longest]))
         if spots:
             levels.append((n, is_own, spots))

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-OWN, SHARED, BASE = 0, 4, 8
-"""First groups: the request itself, and other requests (matches of 1, 2-3, 4-7, 8 and more tokens); a table (of 1, 2, ...)."""
-NUM_GROUPS, CELLS_PER_GROUP = 14, 32
+OWN, SHARED, BASE = 0, 5, 10
+"""First groups: the request itself, other requests (each by matches of 1, 2-3, 4-7, 8-15, 16 tokens and more), a table."""
+NUM_GROUPS, CELLS_PER_GROUP = 16, 32
 NUM_CELLS = NUM_GROUPS * CELLS_PER_GROUP
 # What is left for shorter matches when less than this share is undecided would change no draft and little of its score.
 LEAST_LEFT = 0.01
-# Occurrences that a match of 1, 2-3, 4-7, 8 and more tokens, all continued alike, must have to weigh one half.
-_HALF = (2.5, 1.5, 1.0, 0.6)
+# Occurrences that a match of 1, 2-3, 4-7, 8-15, 16 and more tokens, all continued alike, must have to weigh one half.
+_HALF = (2.5, 1.5, 1.0, 0.6, 0.3)
 _HALF_SHARED, _HALF_BASE = 1.5, 4.0
 
 Shares = Iterable[tuple[int, float]]
@@ -34,7 +34,7 @@ def counts_cell(group: int, total: int, num_kinds: int) -> int:
 
 def group_of(origin: int, length: int) -> int:
     """The group of a match of ``length`` tokens in the request itself (OWN) or in others (SHARED)."""
-    return origin + min(length.bit_length(), 4) - 1
+    return origin + min(length.bit_length(), 5) - 1
 
 
 def base_cell(order: int, cell: int) -> int:
@@ -46,7 +46,7 @@ def first_weights() -> list[float]:
     """A weight for each cell, for when nothing was learned: more occurrences, and fewer different successors, weigh more."""
     weights = []
     for group in range(NUM_GROUPS):
-        half = _HALF_BASE if group >= BASE else _HALF[group % 4] * (_HALF_SHARED if group >= SHARED else 1.0)
+        half = _HALF_BASE if group >= BASE else _HALF[group % SHARED] * (_HALF_SHARED if group >= SHARED else 1.0)
         for cell in range(CELLS_PER_GROUP):
             total = 2 ** (cell // 4)
             weights.append((1.0, 0.8, 0.6, 0.3)[cell % 4] * total / (total + half))

@@ -22,6 +22,7 @@ from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 # With this many levels further ones take time and change nothing: the longer ones then agree.
 MAX_LEVELS = 10
+LONG_MATCH = 16
 
 
 class Calibration:
@@ -244,10 +245,12 @@ class SuffixDrafter:
             if not ends:
                 continue
             level = _Level(source, anchor, ends, [])
-            # Where the text went on in different ways after the longest anchor, a longer match may tell which way is meant.
-            if not levels and level.successors.count(level.successors[0]) < len(ends):
+            # Where the text went on in different ways after the longest anchor, a longer match may tell which way is meant; and
+            # one that is far longer says that all of a text comes again.
+            is_split = level.successors.count(level.successors[0]) < len(ends)
+            if not levels and (is_split or anchor == ANCHORS[0]):
                 longest, furthest = _longest(source.tokens, ends, suffix, anchor)
-                if longest > anchor:
+                if longest > anchor if is_split else longest >= LONG_MATCH:
                     levels.append(_Level(source, longest, furthest, []))
             levels.append(level)
         return levels

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.array_file import ArrayFile
+from foredraft.config import SpeculativeConfig
 from foredraft.drafters.backoff import first_weights
 from foredraft.drafters.ngram_table import NgramTable
 from foredraft.drafters.suffix import Calibration, SuffixDrafter
@@ -86,9 +87,15 @@ def _open(arrays: Mapping[str, Array]) -> NgramTable:
 
 
 def drafter_with(table: NgramTable | None) -> SuffixDrafter:
-    """A drafter with ``table`` and the request's own text, which drafts however unlikely it is."""
+    """A drafter as it is used, but which drafts however unlikely it is."""
+    config = SpeculativeConfig()
     return SuffixDrafter(
-        max_tree_depth=24, max_spec_factor=64.0, min_token_prob=0.0, max_cached_requests=0, max_bytes=0, table=table
+        max_tree_depth=config.suffix_decoding_max_tree_depth,
+        max_spec_factor=64.0,
+        min_token_prob=0.0,
+        max_cached_requests=config.suffix_decoding_max_cached_requests,
+        max_bytes=config.suffix_decoding_max_bytes,
+        table=table,
     )
 
 
@@ -135,6 +142,8 @@ def _observations(records: Iterable[Record], table: NgramTable) -> tuple[Array, 
             rows.append([(cell, dict(shares).get(token, 0.0)) for cell, shares in drafter.evidence(seq)])
             rests.append(common.get(token, RARE))
             seq.tokens.append(token)
+        # So that those behind it see it, as requests see earlier ones.
+        seq.finish_reason = "stop"
         drafter.close(seq)
     width = max(map(len, rows))
     cells, shares = np.full((len(rows), width + 1), -1), np.zeros((len(rows), width + 1))

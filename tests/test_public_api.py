@@ -125,6 +125,7 @@ METHODS = {
     "abort": ["request"],
     "describe": [],
     "calibrate": [],
+    "new_drafters": ["method"],
 }
 
 

@@ -87,7 +87,7 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "suffix_decoding_max_tree_depth": 24,
         "suffix_decoding_max_cached_requests": 10_000,
         "suffix_decoding_max_spec_factor": 8.0,
-        "suffix_decoding_min_token_prob": 0.02,
+        "suffix_decoding_min_token_prob": 0.05,
         "suffix_decoding_max_bytes": 64 * 2**20,
         "suffix_decoding_base": None,
         "adaptive": True,

@@ -60,7 +60,7 @@ class SpeculativeConfig:
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 8.0
-    suffix_decoding_min_token_prob: float = 0.02
+    suffix_decoding_min_token_prob: float = 0.05
     suffix_decoding_max_bytes: int = 64 * 1024 * 1024
     suffix_decoding_base: str | None = None
     adaptive: bool = True

@@ -31,8 +31,10 @@ TURN_ON, STAY_ON = 1.2, 0.8
 # Time is valued a little higher than it is: what only breaks even is not worth its risk.
 MARGIN = 1.05
 # Drafting that costs less than this, in tokens, is always done as deep as can be used.
-CHEAP_TOKENS = 0.1
+CHEAP_TOKENS = 0.02
 SPEED_RATE = 0.02
+# How deep to draft is worked out again after so many steps.
+STEPS_BETWEEN_DEPTHS = 32
 # Drafters learn from being asked, so at first, where drafts pay at all, none is judged by the little that it was asked.
 FIRST_AUDITS = 100
 NO_DRAFT, NOBODY = Draft(), ("", 0)
@@ -346,9 +348,12 @@ class StepPlan:
         seconds, self._share = record.cost.seconds(num_seqs, deepest), 1.0
         if self._price * seconds < CHEAP_TOKENS * num_seqs:
             return deepest, seconds
-        reached = survival(record.acceptance.by_position(deepest))
-        depth = max(1, best_depth(reached, lambda d: record.cost.seconds(num_seqs, d) / num_seqs, self._row_price, self._price))
-        self._share = share_of(reached, depth, self._row_price)
+        depth, self._share, age = record.depths.get((num_seqs, deepest), (0, 1.0, STEPS_BETWEEN_DEPTHS))
+        if age >= STEPS_BETWEEN_DEPTHS:
+            reached = survival(record.acceptance.by_position(deepest))
+            depth = max(1, best_depth(reached, lambda d: record.cost.seconds(num_seqs, d) / num_seqs, self._row_price, self._price))
+            self._share, age = share_of(reached, depth, self._row_price), 0
+        record.depths[num_seqs, deepest] = depth, self._share, age + 1
         return depth, record.cost.seconds(num_seqs, depth)
 
     def hear(self, ask: Ask, drafts: list[Draft], seconds: float) -> None:

@@ -60,6 +60,7 @@ class Record:
     """One drafter over all requests.
 
     ``credit``: seconds that probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.
+    ``depths``: how deep to draft for so many sequences that can use so much, the share that this brings, and the estimate's age.
     ``alone``: net tokens that really came, or would have, when only this drafter is asked.
     """
 
@@ -70,6 +71,7 @@ class Record:
     expected: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
     accepted: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
 
+    depths: dict[tuple[int, int], tuple[int, float, int]] = field(default_factory=dict)
     alone: Running = field(default_factory=lambda: Running(AUDIT_RATE, FIRST_GAIN, AUDIT_WEIGHT))
 
     @property

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foredraft import LLM, SamplingParams, __version__
-from foredraft.bench import aligned, quartiles
+from foredraft.bench_figures import quartiles
+from foredraft.bench_table import aligned
 from foredraft.machine import describe_machine
 from foredraft.native import num_default_threads
 from foredraft.passes import Kind, PassTimer, batched, prompt, verifying
@@ -146,7 +147,7 @@ def measure_own(llm: LLM, timer: PassTimer) -> Samples:
     samples["engine_batch_8"].append(decode_batch(llm))
     tokens = llm.chat_prompt([{"role": "user", "content": COPY_REQUEST}])
     plain, plain_ids = decode(llm, tokens, COPY_TOKENS)
-    drafted, drafted_ids = decode(llm, tokens, COPY_TOKENS, {"method": "ngram", "num_speculative_tokens": 4})
+    drafted, drafted_ids = decode(llm, tokens, COPY_TOKENS, {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
     samples["copy_plain"].append(plain)
     samples["copy_ngram"].append(drafted)
     samples["copy_speedup"].append(drafted / plain)

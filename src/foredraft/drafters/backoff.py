@@ -17,8 +17,8 @@ OWN, SHARED, BASE = 0, 5, 10
 """First groups: the request itself, other requests (each by matches of 1, 2-3, 4-7, 8-15, 16 tokens and more), a table."""
 NUM_GROUPS, CELLS_PER_GROUP = 16, 32
 NUM_CELLS = NUM_GROUPS * CELLS_PER_GROUP
-# What is left for shorter matches when less than this share is undecided would change no draft and little of its score.
-LEAST_LEFT = 0.01
+# When less than this share is undecided, shorter matches seldom change a draft, and looking at them costs more than they bring.
+LEAST_LEFT = 0.15
 # Occurrences that a match of 1, 2-3, 4-7, 8-15, 16 and more tokens, all continued alike, must have to weigh one half.
 _HALF = (2.5, 1.5, 1.0, 0.6, 0.3)
 _HALF_SHARED, _HALF_BASE = 1.5, 4.0

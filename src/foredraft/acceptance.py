@@ -30,6 +30,10 @@ def _class_of(confidence: float) -> int:
 _CLASSES = tuple(_class_of(part / _RESOLUTION) for part in range(_RESOLUTION + 1))
 
 
+# Before anything is known a token is taken to be as likely as the drafter says, but at most as likely as not.
+_FIRST = tuple(min(0.5, 2.0 ** ((index - 6.0) / 1.5) / (1.0 + 2.0 ** ((index - 6.0) / 1.5))) for index in range(NUM_CLASSES))
+
+
 def confidence_class(confidence: float) -> int:
     """The class of a drafter's own belief in a token: by odds, finer than a factor of two; the last class is for no belief."""
     return _CLASSES[int(_RESOLUTION * min(1.0, max(0.0, confidence)))]
@@ -57,7 +61,7 @@ class Acceptance:
     def __init__(self) -> None:
         self._hits = [0.0] * (NUM_POSITIONS * NUM_CLASSES)
         self._trials = [0.0] * (NUM_POSITIONS * NUM_CLASSES)
-        self._log_odds = [0.0] * (NUM_POSITIONS * NUM_CLASSES)
+        self._log_odds = [_logit(first) for _ in range(NUM_POSITIONS) for first in _FIRST]
         self._num_new, self._num_due = 0, 1
 
     def reach(self, classes: Seq[int], shift: Shift, trust: float = 1.0, least: float = 0.0) -> list[float]:
@@ -101,7 +105,7 @@ class Acceptance:
         for index in range(NUM_CLASSES):
             cells = range(index, NUM_POSITIONS * NUM_CLASSES, NUM_CLASSES)
             num = sum(trials[cell] for cell in cells)
-            overall = (sum(hits[cell] for cell in cells) + 0.5 * PRIOR_WEIGHT) / (num + PRIOR_WEIGHT)
+            overall = (sum(hits[cell] for cell in cells) + _FIRST[index] * PRIOR_WEIGHT) / (num + PRIOR_WEIGHT)
             for cell in cells if num else ():
                 self._log_odds[cell] = _logit((hits[cell] + PRIOR_WEIGHT * overall) / (trials[cell] + PRIOR_WEIGHT))
                 if trials[cell] > MAX_TRIALS:

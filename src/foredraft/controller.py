@@ -36,7 +36,7 @@ SPEED_RATE = 0.02
 # How deep to draft is worked out again after so many steps.
 STEPS_BETWEEN_DEPTHS = 32
 # Drafters learn from being asked, so at first, where drafts pay at all, none is judged by the little that it was asked.
-FIRST_AUDITS = 100
+FIRST_AUDITS = 10
 NO_DRAFT, NOBODY = Draft(), ("", 0)
 
 

@@ -16,9 +16,9 @@ GAIN_RATE, OVERALL_RATE, TRUST_RATE = 0.15, 0.03, 0.02
 # Before a drafter has a record, it is taken to bring this many tokens a draft, and that is believed for one draft.
 FIRST_GAIN, FIRST_WEIGHT = 0.5, 1.0
 # What may be spent at once on getting to know a drafter.
-FIRST_CREDIT_SECONDS = 0.01
+FIRST_CREDIT_SECONDS = 0.0005
 # Before drafts were verified, as many are taken to have been as expected.
-TRUST_WEIGHT = 20.0
+TRUST_WEIGHT, FIRST_EXPECTED = 10.0, 0.3
 AUDIT_RATE, AUDIT_WEIGHT = 0.004, 20.0
 
 
@@ -68,8 +68,8 @@ class Record:
     acceptance: Acceptance = field(default_factory=Acceptance)
     gains: Gains = field(default_factory=lambda: Gains(OVERALL_RATE))
     credit: float = FIRST_CREDIT_SECONDS
-    expected: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
-    accepted: Running = field(default_factory=lambda: Running(TRUST_RATE, 1.0, TRUST_WEIGHT))
+    expected: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_EXPECTED, TRUST_WEIGHT))
+    accepted: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_EXPECTED, TRUST_WEIGHT))
 
     depths: dict[tuple[int, int], tuple[int, float, int]] = field(default_factory=dict)
     alone: Running = field(default_factory=lambda: Running(AUDIT_RATE, FIRST_GAIN, AUDIT_WEIGHT))

@@ -8,9 +8,10 @@ Occurrences of an anchor are chained from the most recent backwards, as in LZ77 
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,6 +84,16 @@ class RequestStatistics:
         return ends
 
 
+def _zeros(count: int, dtype: np.dtype[Any]) -> memoryview:
+    """Zeros straight from the system, in small pages: numpy asks for huge ones, and to clear those takes tens of milliseconds when
+    the first answer ends."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    pages = mmap.mmap(-1, max(1, count * dtype.itemsize), **private)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype, count).data
+
+
 class SharedStatistics:
     """Outputs of earlier requests in a ring of fixed size, each visible to its own tenant only.
 
@@ -112,11 +123,11 @@ class SharedStatistics:
         self._num_heads = max(self._num_slots // 2, 1)
         try:
             # Zeroed by the system when first touched: an unused ring occupies no memory.
-            self.tokens = np.zeros(self._num_slots + 1, np.intc).data
-            self._owner = np.zeros(self._num_slots + 1, np.intc).data
-            self._back = [np.zeros(self._num_slots + 1, np.intc).data for _ in ANCHORS]
-            self._heads = [np.zeros(self._num_heads, np.int64).data for _ in ANCHORS]
-        except MemoryError as error:
+            self.tokens = _zeros(self._num_slots + 1, np.dtype(np.intc))
+            self._owner = _zeros(self._num_slots + 1, np.dtype(np.intc))
+            self._back = [_zeros(self._num_slots + 1, np.dtype(np.intc)) for _ in ANCHORS]
+            self._heads = [_zeros(self._num_heads, np.dtype(np.int64)) for _ in ANCHORS]
+        except (MemoryError, OSError, ValueError, OverflowError) as error:
             raise CapacityError(f"suffix_decoding_max_bytes ({max_bytes}) cannot be allocated; lower it.") from error
         self.tokens[self._num_slots] = -1
         self._tenants: dict[str, list[int]] = {}

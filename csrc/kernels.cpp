@@ -772,6 +772,14 @@ struct Attention {
     score<kHalf, N>();
     for (int i = 0; i < N; ++i) weigh(i);
     collect<kHalf, N>();
+    if (is_quantised(layer.o.format) && model.head_dim % kBlock == 0)
+      for (int i = 0; i < N; ++i) quantise_out(i);
+  }
+
+  // What query i collected, as input of the product with layer.o; for heads of whole blocks.
+  void quantise_out(int i) const {
+    const size_t at = size_t(outs[i] - pass.in.values), block = at / kBlock;
+    quantise_row(outs[i], model.head_dim, pass.in.quants + at, pass.in.scales + block, pass.in.sums + block, pass.in.isums + block);
   }
 
   template <bool kHalf>
@@ -836,30 +844,36 @@ struct Worker {
     }
   }
 
-  // Norms of heads, rotation, and writing keys and values to the cache.
+  // Heads of queries, then of keys, then of values.
+  Share own_heads() const { return share(model.heads + 2 * model.kv_heads, thread, num_threads); }
+
+  const uint8_t* own_qkv(const Layer& layer) const { return layer.qkv.tile(own_heads().begin * (model.head_dim / kTile)); }
+
+  // Norms of this thread's heads, rotation, and writing keys and values to the cache.
   void place_heads(const Layer& layer) {
     const int dim = model.head_dim, half = dim / 2, stride = (model.heads + 2 * model.kv_heads) * dim;
-    for (int row = mine.begin; row < mine.end; ++row) {
+    const Share own = own_heads();
+    for (int row = 0; row < pass.num_rows; ++row) {
       float* heads = pass.qkv + size_t(row) * stride;
       const int position = pass.positions[row];
       const float* cosine = pass.rotations + (size_t(layer.rope) * pass.num_rows + row) * dim;
       const float* sine = cosine + half;
-      for (int h = 0; h < model.heads + model.kv_heads; ++h) {
+      for (int h = own.begin; h < own.end && h < model.heads + model.kv_heads; ++h) {
         const float* norm = h < model.heads ? layer.q_norm : layer.k_norm;
         if (norm) rms_norm(heads + h * dim, norm, dim, model.eps, heads + h * dim);
         rotate(heads + h * dim, cosine, sine, dim);
       }
       const int block = pass.tables[pass.table_of[row] + position / model.block_size];
-      for (int g = 0; g < model.kv_heads; ++g) {
-        const size_t base = (size_t(block) * model.kv_heads + g) * model.block_size * dim;
+      for (int h = own.begin > model.heads ? own.begin : model.heads; h < own.end; ++h) {
+        const bool is_key = h < model.heads + model.kv_heads;
+        const size_t group = size_t(h - model.heads - (is_key ? 0 : model.kv_heads));
+        const size_t base = (size_t(block) * model.kv_heads + group) * model.block_size * dim;
         const int offset = position % model.block_size;
-        const float *key = heads + (model.heads + g) * dim, *value = heads + (model.heads + model.kv_heads + g) * dim;
-        write_row(layer.values, base + size_t(offset) * dim, 1, value);
-        if (model.block_size % kTile) write_row(layer.keys, base + size_t(offset) * dim, 1, key);
-        else write_row(layer.keys, base + size_t(offset / kTile * kTile) * dim + offset % kTile, kTile, key);
+        uint8_t* cache = is_key ? layer.keys : layer.values;
+        if (!is_key || model.block_size % kTile) write_row(cache, base + size_t(offset) * dim, 1, heads + h * dim);
+        else write_row(cache, base + size_t(offset / kTile * kTile) * dim + offset % kTile, kTile, heads + h * dim);
       }
     }
-    barrier.wait();
   }
 
   // One head's values to the cache, `step` places apart.
@@ -878,14 +892,16 @@ struct Worker {
   void attention(const Layer& layer, int* next_item) {
     const int dim = model.head_dim, width = model.heads * dim;
     const int stride = (model.heads + 2 * model.kv_heads) * dim;
-    const Share tiles = share(layer.qkv.tiles(), thread, num_threads);
-    product(layer.qkv, pass.in, pass.num_rows, tiles.begin, tiles.end, own(layer.o), [&](int row, int t, const float* out) {
+    // Whole heads, so that a thread can place what it has computed without waiting for others.
+    const Share own_part = own_heads();
+    const int tiles = dim / kTile;
+    product(layer.qkv, pass.in, pass.num_rows, own_part.begin * tiles, own_part.end * tiles, own(layer.o), [&](int row, int t, const float* out) {
       V value = load(out);
       if (layer.qkv_bias) value = value + load(layer.qkv_bias + t * kTile);
       store(pass.qkv + size_t(row) * stride + t * kTile, value);
     });
-    barrier.wait();
     place_heads(layer);
+    barrier.wait();
     float* scores = pass.scores + size_t(thread) * kMaxAttentionQueries * pass.score_stride;
     for (;;) {
       const int i = __atomic_fetch_add(next_item, 1, __ATOMIC_RELAXED);
@@ -895,7 +911,7 @@ struct Worker {
       else attention.run_any<false>();
     }
     barrier.wait();
-    if (!is_quantised(layer.o.format)) return;
+    if (!is_quantised(layer.o.format) || dim % kBlock == 0) return;
     for (int row = mine.begin; row < mine.end; ++row) quantise(pass.in, row, width);
     barrier.wait();
   }
@@ -983,7 +999,7 @@ struct Worker {
       add_product(layer.o, pass.in, layer.post_attn_norm, layer.gate_up.tile(2 * gated_units().begin));
       prepare(layer.mlp_norm, layer.gate_up);
       gated_product(layer);
-      add_product(layer.down, pass.mid, layer.post_mlp_norm, own(i + 1 < model.num_layers ? model.layers[i + 1].qkv : model.head));
+      add_product(layer.down, pass.mid, layer.post_mlp_norm, i + 1 < model.num_layers ? own_qkv(model.layers[i + 1]) : own(model.head));
     }
     tap(model.num_layers);
     barrier.wait();

@@ -14,9 +14,7 @@ inline std::vector<AttentionItem> plan_attention(const Model& model, const Pass&
   const int group = model.heads / model.kv_heads;
   // As many queries together as can share their reads, but enough items that no thread waits long for another.
   const int fair = pass.num_rows * model.heads / (2 * num_threads);
-  // To split the heads of a group would have several threads read the same keys and values.
-  const int least = model.kv_heads >= num_threads ? group : 1;
-  const int most = std::max(1, std::min(max_queries, std::max(least, fair)));
+  const int most = std::max(1, std::min(max_queries, fair));
   std::vector<AttentionItem> items;
   for (int first = 0, end; first < pass.num_rows; first = end) {
     for (end = first + 1; end < pass.num_rows && pass.table_of[end] == pass.table_of[first];) ++end;

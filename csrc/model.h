@@ -22,15 +22,12 @@ constexpr int kBlock = 32;
 
 inline bool is_quantised(Format format) { return format >= Q8_0; }
 
+// Of 32 columns of a quantised tile.
+constexpr int block_bytes(Format format) { return format == Q8_0 ? 512 + 32 : format == Q4_0 ? 256 + 32 : 256 + 64; }
+
 inline size_t tile_bytes(Format format, int cols) {
-  switch (format) {
-    case F32: return size_t(cols) * kTile * 4;
-    case F16:
-    case BF16: return size_t(cols) * kTile * 2;
-    case Q8_0: return size_t(cols / kBlock) * (512 + 32);
-    case Q4_0: return size_t(cols / kBlock) * (256 + 32);
-    default: return size_t(cols / kBlock) * (256 + 64);
-  }
+  if (is_quantised(format)) return size_t(cols / kBlock) * block_bytes(format);
+  return size_t(cols) * kTile * (format == F32 ? 4 : 2);
 }
 
 struct Matrix {

@@ -111,7 +111,7 @@ void test_linear(const Kernels& kernels, Format format, Random& random) {
     }
 }
 
-constexpr int kHeads = 4, kKvHeads = 2, kHeadDim = 16, kHidden = 32, kVocabulary = 37, kNumLayers = 2;
+constexpr int kHeads = 4, kKvHeads = 2, kHidden = 32, kVocabulary = 37, kNumLayers = 2;
 
 // Layers with and without a window; with all of a family's extras or none.  intermediate may be an odd number of tiles.
 struct TinyModel {
@@ -123,8 +123,8 @@ struct TinyModel {
   std::vector<Layer> layers;
   Model model{};
 
-  TinyModel(Format format, bool extras, bool half_cache, int intermediate, int block_size, int num_blocks, Random& random) {
-    const int width = kHeads * kHeadDim, stride = width + 2 * kKvHeads * kHeadDim;
+  TinyModel(Format format, bool extras, bool half_cache, int head_dim, int intermediate, int block_size, int num_blocks, Random& random) {
+    const int width = kHeads * head_dim, stride = width + 2 * kKvHeads * head_dim;
     const auto matrix = [&](int rows, int cols) {
       matrices.push_back(std::make_unique<Owned>(format, rows, cols, random));
       return matrices.back()->matrix;
@@ -134,10 +134,10 @@ struct TinyModel {
       return static_cast<const float*>(vectors.back().data());
     };
     const auto cache = [&] {
-      caches.emplace_back(size_t(num_blocks) * kKvHeads * block_size * kHeadDim * (half_cache ? 2 : 4));
+      caches.emplace_back(size_t(num_blocks) * kKvHeads * block_size * head_dim * (half_cache ? 2 : 4));
       return caches.back().data();
     };
-    for (int i = 0; i < kHeadDim / 2; ++i) frequencies.push_back(std::pow(100.0, -2.0 * i / kHeadDim));
+    for (int i = 0; i < head_dim / 2; ++i) frequencies.push_back(std::pow(100.0, -2.0 * i / head_dim));
     for (int i = 0; i < kNumLayers; ++i) {
       Layer layer{};
       layer.qkv = matrix(stride, kHidden);
@@ -148,8 +148,8 @@ struct TinyModel {
       layer.mlp_norm = vector(kHidden, 1.0f);
       if (extras) {
         layer.qkv_bias = vector(stride, 0.0f);
-        layer.q_norm = vector(kHeadDim, 1.0f);
-        layer.k_norm = vector(kHeadDim, 1.0f);
+        layer.q_norm = vector(head_dim, 1.0f);
+        layer.k_norm = vector(head_dim, 1.0f);
         layer.post_attn_norm = vector(kHidden, 1.0f);
         layer.post_mlp_norm = vector(kHidden, 1.0f);
       }
@@ -160,7 +160,7 @@ struct TinyModel {
       layers.push_back(layer);
     }
     ropes.push_back(frequencies.data());
-    model = {kHidden, intermediate, kHeads, kKvHeads, kHeadDim, block_size, kNumLayers, 1e-5f, 0.25f, 2.0f, extras, half_cache,
+    model = {kHidden, intermediate, kHeads, kKvHeads, head_dim, block_size, kNumLayers, 1e-5f, 0.25f, 2.0f, extras, half_cache,
              matrix(kVocabulary, kHidden), matrix(kVocabulary, kHidden), vector(kHidden, 1.0f), layers.data(), 1, ropes.data()};
   }
 };
@@ -168,13 +168,13 @@ struct TinyModel {
 // Rows [first, first + num_rows) of one sequence, logits of all of them after states of every layer.
 std::vector<float> run(const Kernels& kernels, Pool& pool, const Model& model, const std::vector<int32_t>& tokens,
                        const std::vector<int32_t>& table, int first, int num_rows) {
-  const size_t width = kHeads * kHeadDim, stride = width + 2 * kKvHeads * kHeadDim, num_taps = kNumLayers + 1;
+  const size_t head_dim = size_t(model.head_dim), width = kHeads * head_dim, stride = width + 2 * kKvHeads * head_dim, num_taps = kNumLayers + 1;
   std::vector<int32_t> positions(num_rows), table_of(num_rows, 0), taps(num_taps);
   for (int i = 0; i < num_rows; ++i) positions[i] = first + i;
   for (size_t i = 0; i < num_taps; ++i) taps[i] = int32_t(i);
   std::vector<int32_t> logit_rows(num_rows);
   for (int i = 0; i < num_rows; ++i) logit_rows[i] = i;
-  std::vector<float> x(num_rows * kHidden), y(x.size()), qkv(num_rows * stride), rotations(num_rows * kHeadDim);
+  std::vector<float> x(num_rows * kHidden), y(x.size()), qkv(num_rows * stride), rotations(num_rows * head_dim);
   std::vector<float> tapped(num_rows * num_taps * kHidden, NAN), logits(size_t(num_rows) * kVocabulary, NAN);
   Inputs in(num_rows, width), mid(num_rows, model.intermediate);
   Pass pass{};
@@ -215,7 +215,9 @@ void test_run(const Kernels& kernels, Format format, bool extras, int block_size
   const std::string name = std::string(kernels.name) + " format " + std::to_string(format) + (extras ? " with extras" : "") +
                            ", blocks of " + std::to_string(block_size);
   const int num_tokens = 133, num_blocks = (num_tokens + block_size - 1) / block_size;
-  TinyModel tiny(format, extras, format != F32, is_quantised(format) ? 96 : 48, block_size, num_blocks, random);
+  // A head is one block of a quantised product's input, or less.
+  const int head_dim = extras ? 16 : 32;
+  TinyModel tiny(format, extras, format != F32, head_dim, is_quantised(format) ? 96 : 48, block_size, num_blocks, random);
   std::vector<int32_t> tokens, table;
   for (int i = 0; i < num_tokens; ++i) tokens.push_back(int32_t(random.bits() % kVocabulary));
   for (int i = 0; i < num_blocks; ++i) table.push_back(num_blocks - 1 - i);

@@ -18,7 +18,7 @@ SHIFT_RATE, SHIFT_DECAY, MAX_SHIFT = 0.25, 0.01, 5.0
 UNKNOWN = NUM_CLASSES - 1
 # Estimates are worked out again after so many further outcomes; at first more often.
 OUTCOMES_PER_UPDATE = 64
-_RESOLUTION = 512
+RESOLUTION = 512
 
 
 def _class_of(confidence: float) -> int:
@@ -26,8 +26,8 @@ def _class_of(confidence: float) -> int:
     return 0 if odds <= 0.0 else min(UNKNOWN - 1, max(0, int(min(6.5 + 1.5 * math.log2(odds), NUM_CLASSES))))
 
 
-# By the confidence in parts of _RESOLUTION.
-_CLASSES = tuple(_class_of(part / _RESOLUTION) for part in range(_RESOLUTION + 1))
+# By the confidence in parts of RESOLUTION.
+_CLASSES = tuple(_class_of(part / RESOLUTION) for part in range(RESOLUTION + 1))
 
 
 # Before anything is known a token is taken to be as likely as the drafter says, but at most as likely as not.
@@ -36,7 +36,7 @@ _FIRST = tuple(min(0.5, 2.0 ** ((index - 6.0) / 1.5) / (1.0 + 2.0 ** ((index - 6
 
 def confidence_class(confidence: float) -> int:
     """The class of a drafter's own belief in a token: by odds, finer than a factor of two; the last class is for no belief."""
-    return _CLASSES[int(_RESOLUTION * min(1.0, max(0.0, confidence)))]
+    return _CLASSES[int(RESOLUTION * min(1.0, max(0.0, confidence)))]
 
 
 def classes_of(confidence: Seq[float] | None, num_tokens: int) -> list[int]:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import table_of
+from foredraft.config import SpeculativeConfig
 from foredraft.drafters import registry, suffix_native
 from foredraft.drafters.context import DrafterContext
-from foredraft.config import SpeculativeConfig
 from foredraft.drafters.ngram import NgramDrafter, PythonIndex
 from foredraft.drafters.ngram_table import NgramTable
 from foredraft.drafters.suffix import SuffixDrafter

@@ -10,12 +10,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from foredraft.controller import Controller, StepPlan, most_drafts
+from foredraft.controller import Controller
 from foredraft.cost import PassWork
 from foredraft.kv_cache import KVCache
 from foredraft.metrics import EngineMetrics, Stopwatch
 from foredraft.sampling import distribution, noise_for, token_logprobs
 from foredraft.scheduler import Schedule, Scheduler
+from foredraft.step_plan import StepPlan, most_drafts
 from foredraft.types import (
     Clock,
     ConfigError,

@@ -124,7 +124,7 @@ class NgramTable:
 
     @property
     def arrays(self) -> tuple[memoryview, ...]:
-        """Successors' tokens and shares; of contexts the checks, numbers of successors and cells; first context and successor of buckets."""
+        """Tokens and shares of successors; checks, numbers of successors and cells of contexts; first context and successor of buckets."""
         successors, contexts = (self._tokens, self._shares), (self._checks, self._lengths, self._cells)
         return *successors, *contexts, self._first_context, self._first_successor
 

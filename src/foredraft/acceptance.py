@@ -43,7 +43,8 @@ def classes_of(confidence: Seq[float] | None, num_tokens: int) -> list[int]:
     """One class per draft token."""
     if confidence is None:
         return [UNKNOWN] * num_tokens
-    return [confidence_class(value) for value in confidence]
+    classes = _CLASSES
+    return [classes[int(RESOLUTION * (value if 0.0 <= value <= 1.0 else value > 0.0))] for value in confidence]
 
 
 class Shift:
@@ -77,17 +78,29 @@ class Acceptance:
                 row += NUM_CLASSES
         return reached
 
-    def learn(self, position: int, index: int, came: bool, shift: Shift) -> None:
-        """Count the outcome of one token, those before which were right."""
-        cell = (position if position < NUM_POSITIONS else NUM_POSITIONS - 1) * NUM_CLASSES + index
-        expected = 1.0 / (1.0 + math.exp(-self._log_odds[cell] - shift.value))
-        moved = (1.0 - SHIFT_DECAY) * shift.value + SHIFT_RATE * (came - expected)
-        shift.value = moved if -MAX_SHIFT < moved < MAX_SHIFT else math.copysign(MAX_SHIFT, moved)
-        self._trials[cell] += 1.0
-        self._hits[cell] += came
-        self._num_new += 1
+    def follow(self, tokens: Seq[int], classes: Seq[int], position: int, emitted: Seq[int], shift: Shift) -> int:
+        """Count outcomes of a draft's tokens from ``position`` on against those that came.
+
+        Returns the position that is to be compared next; -1 when the draft has ended.
+        """
+        last, value, num, came = len(tokens) - 1, shift.value, position, True
+        for token in emitted:
+            came = tokens[position] == token
+            cell = (position if position < NUM_POSITIONS else NUM_POSITIONS - 1) * NUM_CLASSES + classes[position]
+            expected = 1.0 / (1.0 + math.exp(-self._log_odds[cell] - value))
+            value += SHIFT_RATE * (came - expected) - SHIFT_DECAY * value
+            if not -MAX_SHIFT < value < MAX_SHIFT:
+                value = math.copysign(MAX_SHIFT, value)
+            self._trials[cell] += 1.0
+            self._hits[cell] += came
+            position += 1
+            if not came or position > last:
+                break
+        shift.value = value
+        self._num_new += position - num
         if self._num_new >= self._num_due:
             self._update()
+        return position if came and position <= last else -1
 
     def by_position(self, num_tokens: int) -> list[float]:
         """Acceptance of the first, second, ... draft token, whatever its confidence; one never tried counts as the one before."""

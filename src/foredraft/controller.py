@@ -1,6 +1,7 @@
 """The engine's side of adaptive drafting: begin a step, and tell what is known.
 
-Owns: how estimates and decisions are told.  Does not know: how a step is decided (``step_plan``), or what is remembered (``ledger``).
+Owns: how estimates and decisions are told.  Does not know: how a step is decided (``step_plan``), or what is remembered
+(``ledger``).
 
 A step goes: ``plan``, for each of ``StepPlan.asks()`` a proposal that is told by ``hear``, ``choose``, the pass, ``learn``.
 """

@@ -96,7 +96,8 @@ class StepPlan:
         wishes = dict(zip(fixed, share([limits[i] for i in fixed], self._num_rows_left), strict=True))
         awake = ledger.awake(self.seqs, limits)
         self._slots = {i: _Slot(self.seqs[i], limits[i], ledger.tracks(self.seqs[i])) for i in (*fixed, *awake)}
-        yield from self._fixed_asks({i: wish for i, wish in wishes.items() if wish})
+        if fixed:
+            yield from self._fixed_asks({i: wish for i, wish in wishes.items() if wish})
         if not awake:
             return
         self._price, self._worth = ledger.prices(len(self.seqs), ledger.plain_seconds(self.work, len(self.seqs)))
@@ -135,7 +136,9 @@ class StepPlan:
     def _free_ask(self, name: str, record: Record, candidates: Mapping[int, Track]) -> Ask | None:
         """Ask for those requests where this drafter's expected gain covers its cost, and probe for one other if credit allows."""
         ledger, num = self._ledger, len(candidates)
-        depth, seconds = self._depth(record, num, max(self._limits[i] for i in candidates))
+        deepest = max(self._limits[i] for i in candidates)
+        # The first call tells what a token costs; of a slow drafter one is dear enough.
+        depth, seconds = self._depth(record, num, deepest if record.cost.is_known else 1)
         least = self._price * (seconds + ledger.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
@@ -181,33 +184,38 @@ class StepPlan:
         self._calls.seconds += seconds
         if ask.drafter in self._calls.probed:
             record.credit -= seconds / len(ask.slots)
+        trust, least, row_price, worth = record.trust, 0.5 * self._row_price, self._row_price, self._worth
         for i, draft in zip(ask.slots, drafts, strict=True):
-            slot = self._slots[i]
+            slot, reached, net = self._slots[i], list[float](), 0.0
             track = slot.tracks[ask.drafter]
-            # A drawn draft must not be cut or preferred for the tokens that were drawn: that would bias the rules that weigh them.
-            confidence = None if draft.probs is not None else draft.confidence
-            classes = classes_of(confidence, len(draft.tokens))
             if draft.tokens:
-                track.tokens, track.classes, track.next = draft.tokens, classes, 0
+                # A drawn draft must not be cut or preferred for what was drawn: that would bias the rules that weigh it.
+                confidence = None if draft.probs is not None else draft.confidence
+                track.tokens, track.classes, track.next = draft.tokens, classes_of(confidence, len(draft.tokens)), 0
                 self._ledger.expect(slot.seq, record, track)
-            reached = record.acceptance.reach(classes, track.shift, record.trust, 0.5 * self._row_price)
+                reached = record.acceptance.reach(track.classes, track.shift, trust, least)
+                net = net_tokens(reached, row_price, worth)
             if not slot.seq.adaptive:
                 if not slot.drafter or sum(reached) > sum(slot.reached):
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
                 continue
-            net = net_tokens(reached, self._row_price, self._worth)
-            for gains in (track.gains, record.gains):
-                if slot.audited is not None or not slot.was_asked:
-                    gains.own.add(net / self._share)
-                if slot.was_asked:
-                    gains.rivalled.add(slot.net > 0.0)
-                    if slot.net <= 0.0:
-                        gains.fallback.add(net / self._share)
+            self._count_gain(slot, track, record, net / self._share)
             slot.was_asked = True
             if slot.audited is not None:
-                slot.audited[ask.drafter] = draft.tokens[: sum(self._worth * alive > self._row_price for alive in reached)]
+                slot.audited[ask.drafter] = draft.tokens[: sum(worth * alive > row_price for alive in reached)]
             if (net > slot.net or not slot.drafter) and slot.only in ("", ask.drafter):
                 slot.drafter, slot.draft, slot.reached, slot.net = ask.drafter, draft, reached, net
+
+    def _count_gain(self, slot: _Slot, track: Track, record: Record, gain: float) -> None:
+        """A draft promises ``gain``, had it been as deep as could be used."""
+        is_first = slot.audited is not None or not slot.was_asked
+        for gains in (track.gains, record.gains):
+            if is_first:
+                gains.own.add(gain)
+            if slot.was_asked:
+                gains.rivalled.add(slot.net > 0.0)
+                if slot.net <= 0.0:
+                    gains.fallback.add(gain)
 
     # -------------------------------------------------------------------------------------------- choosing
 

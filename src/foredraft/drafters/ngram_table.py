@@ -124,7 +124,7 @@ class NgramTable:
 
     @property
     def arrays(self) -> tuple[memoryview, ...]:
-        """Tokens and shares of successors; checks, numbers of successors and cells of contexts; first context and successor of buckets."""
+        """Successors' tokens and shares; contexts' checks, numbers of successors and cells; buckets' first context and successor."""
         successors, contexts = (self._tokens, self._shares), (self._checks, self._lengths, self._cells)
         return *successors, *contexts, self._first_context, self._first_successor
 

@@ -253,9 +253,9 @@ class DraftCost:
         self._nearest: dict[tuple[int, int], tuple[Running, float]] = {}
 
     @property
-    def is_known(self) -> bool:
-        """Whether any call was made."""
-        return bool(self._seconds)
+    def deepest(self) -> int:
+        """Of the calls that were made; 0 before the first."""
+        return max((depth for _, depth in self._seconds), default=0)
 
     def seconds(self, num_seqs: int, depth: int) -> float:
         """An estimate; before the first call 0, so that there is one."""

@@ -138,7 +138,7 @@ class StepPlan:
         ledger, num = self._ledger, len(candidates)
         deepest = max(self._limits[i] for i in candidates)
         # The first call tells what a token costs; of a slow drafter one is dear enough.
-        depth, seconds = self._depth(record, num, deepest if record.cost.is_known else 1)
+        depth, seconds = self._depth(record, num, deepest if record.cost.deepest else 1)
         least = self._price * (seconds + ledger.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
@@ -166,7 +166,9 @@ class StepPlan:
         Leaves in ``_share`` what a draft of that depth is expected to bring of what the deepest would.
         """
         seconds, self._share = record.cost.seconds(num_seqs, deepest), 1.0
-        if self._price * seconds < CHEAP_TOKENS * num_seqs:
+        # What a deep draft costs is guessed until there was one; where a shallow one is cheap it is worth finding out.
+        known = seconds if record.cost.deepest >= deepest else record.cost.seconds(num_seqs, 1)
+        if self._price * known < CHEAP_TOKENS * num_seqs:
             return deepest, seconds
         depth, self._share, age = record.depths.get((num_seqs, deepest), (0, 1.0, STEPS_BETWEEN_DEPTHS))
         if age >= STEPS_BETWEEN_DEPTHS:

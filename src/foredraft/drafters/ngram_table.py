@@ -124,7 +124,7 @@ class NgramTable:
 
     @property
     def arrays(self) -> tuple[memoryview, ...]:
-        """Successors' tokens and shares; contexts' checks, numbers of successors and cells; buckets' first context and successor."""
+        """Tokens and shares of successors; checks, lengths and cells of contexts; first context and successor of buckets."""
         successors, contexts = (self._tokens, self._shares), (self._checks, self._lengths, self._cells)
         return *successors, *contexts, self._first_context, self._first_successor
 

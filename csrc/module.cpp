@@ -4,6 +4,7 @@
 #include "dispatch.h"
 #include "plan.h"
 #include "pool.h"
+#include "suffix.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -380,4 +381,5 @@ NB_MODULE(_native, module) {
            nb::arg("post_attn_norm").none(), nb::arg("post_mlp_norm").none(), nb::arg("frequencies"), nb::arg("window"), nb::arg("keys"),
            nb::arg("values"))
       .def("run", &NativeModel::run);
+  bind_suffix(module);
 }

@@ -32,6 +32,8 @@ ORDER = (
     "replay",
     "acceptance",
     "records",
+    "ledger",
+    "step_plan",
     "controller",
     "memory",
     "kv_cache",

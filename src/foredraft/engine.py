@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from foredraft.controller import Controller, StepPlan, most_drafts
+from foredraft.controller import Controller
 from foredraft.cost import PassWork
 from foredraft.kv_cache import KVCache
 from foredraft.metrics import EngineMetrics, Stopwatch
 from foredraft.sampling import distribution, noise_for, token_logprobs
 from foredraft.scheduler import Schedule, Scheduler
+from foredraft.step_plan import StepPlan, most_drafts
 from foredraft.types import (
     Clock,
     ConfigError,
@@ -30,6 +31,7 @@ from foredraft.types import (
     StepStats,
     Target,
     Verdict,
+    num_agreeing,
 )
 from foredraft.verify import RowDistribution, Rule
 
@@ -327,10 +329,8 @@ def _verdict_on(item: _Work, name: str) -> Verdict:
     """The verdict as it concerns one drafter: how many of the tokens that it proposed came."""
     emitted, proposed = item.verdict.tokens, item.heard.get(name)
     if proposed is None or not proposed.tokens:
-        return Verdict(emitted, 0)
-    pairs = zip(proposed.tokens, emitted, strict=False)
-    num_right = next((i for i, (token, came) in enumerate(pairs) if token != came), min(len(proposed.tokens), len(emitted)))
-    return Verdict(emitted, num_right)
+        return item.verdict if not item.verdict.num_accepted else Verdict(emitted)
+    return Verdict(emitted, num_agreeing(proposed.tokens, emitted))
 
 
 def _wants_prompt_logprobs(seq: Sequence) -> bool:
@@ -366,13 +366,18 @@ def _sound(draft: Draft, num_wanted: int, vocab_size: int) -> Draft:
     """
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
+    if type(draft.tokens) is not tuple or any(type(token) is not int for token in draft.tokens):
+        draft = replace(draft, tokens=tuple(int(token) for token in draft.tokens))
     tokens = draft.tokens[:num_wanted]
     num_known = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
     return _cut(draft, min(num_known + (draft.probs is not None), len(tokens)))
 
 
 def _cut(draft: Draft, length: int) -> Draft:
-    tokens = tuple(int(token) for token in draft.tokens[:length])
+    """The first tokens of a draft; nearly always that is all of it."""
+    if length == len(draft.tokens):
+        return draft
+    tokens = draft.tokens[:length]
     probs = None if draft.probs is None else draft.probs[:length]
     return Draft(tokens, probs, confidence=None if draft.confidence is None else draft.confidence[:length])
 

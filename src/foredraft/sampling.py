@@ -37,7 +37,7 @@ _FEW_TOKENS = 256
 
 
 @cache
-def _extension() -> Any:
+def extension() -> Any:
     """The compiled module, or None."""
     try:
         return importlib.import_module("foredraft._native")
@@ -112,7 +112,7 @@ class PositionNoise:
         tokens, log_probs = dist.tokens, dist.log_probs
         if len(tokens) == 1:
             return int(tokens[0])
-        if len(tokens) > _FEW_TOKENS and _extension() is not None:
+        if len(tokens) > _FEW_TOKENS and extension() is not None:
             contenders = self._contenders(tokens, log_probs, position, stream)
             tokens, log_probs = tokens[contenders], log_probs[contenders]
         return int(tokens[np.argmax(log_probs + self.gumbel(tokens, position, stream))])
@@ -126,7 +126,7 @@ class PositionNoise:
         """Ascending indices of the tokens that can win the draw; the others lose by their first random bits alone."""
         found = np.empty(len(tokens), np.int64)
         words = position, self._sample_index, self._last_word(stream)
-        num_found = _extension().contenders(tokens, np.ascontiguousarray(log_probs), *words, *self._key, found)
+        num_found = extension().contenders(tokens, np.ascontiguousarray(log_probs), *words, *self._key, found)
         contenders: IntArray = found[:num_found]
         return contenders
 
@@ -280,10 +280,10 @@ def top_probability(row: FloatArray) -> float:
 
 def _sum_weights(row: FloatArray, top: float, temperature: float) -> float:
     """Sum of e^((row - top) / temperature)."""
-    extension = _extension()
-    if extension is None:
+    native = extension()
+    if native is None:
         return float(np.exp(_scaled(row, top, temperature)).sum())
-    total: float = extension.sum_weights(np.ascontiguousarray(row), top, temperature)
+    total: float = native.sum_weights(np.ascontiguousarray(row), top, temperature)
     return total
 
 

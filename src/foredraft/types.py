@@ -165,6 +165,16 @@ class Verdict:
     num_accepted: int = 0
 
 
+def num_agreeing(draft: Iterable[int], emitted: Iterable[int]) -> int:
+    """How many tokens a draft and what came begin with in common."""
+    num = 0
+    for token, came in zip(draft, emitted, strict=False):
+        if token != came:
+            break
+        num += 1
+    return num
+
+
 class Drafter(Protocol):
     """A source of drafts.  See examples/own_drafter.py for a complete one.
 

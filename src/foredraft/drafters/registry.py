@@ -26,7 +26,7 @@ NOT_YET = ("eagle", "eagle3")
 _MODULES = {
     "draft_model": "foredraft.drafters.draft_model",
     "ngram": "foredraft.drafters.ngram",
-    "suffix": "foredraft.drafters.suffix",
+    "suffix": "foredraft.drafters.suffix_native",
 }
 
 

@@ -1,7 +1,7 @@
 """Small draft heads with random weights in every format, and an independent reference that computes them.
 
-Owns: what the tensors of each format are called, and the recipe (EAGLE, 2401.15077; EAGLE-3, 2503.01840; the options of speculators)
-in plain torch, over a whole text at once and without a cache.  Does not know: foredraft's own heads.
+Owns: what the tensors of each format are called, and the recipe (EAGLE, 2401.15077; EAGLE-3, 2503.01840; the options of
+speculators) in plain torch, over a whole text at once and without a cache.  Does not know: foredraft's own heads.
 """
 
 from __future__ import annotations
@@ -151,7 +151,10 @@ def rotate(heads: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of [T, heads, D] by complex multiplication of the pairs (i, i + D/2)."""
     half = heads.shape[-1] // 2
     angles = positions[:, None].double() * THETA ** (-torch.arange(half).double() / half)
-    turned = torch.complex(heads[..., :half].double(), heads[..., half:].double()) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = (
+        torch.complex(heads[..., :half].double(), heads[..., half:].double())
+        * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
     return torch.cat((turned.real, turned.imag), dim=-1).float()
 
 

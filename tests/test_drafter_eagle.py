@@ -205,7 +205,9 @@ def test_asked_twice_it_says_the_same() -> None:
     assert drafter.propose([seq], [1])[0].tokens == first[0].tokens[:1]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.9}, {"logit_bias": {3: 4.0}}, {"min_tokens": 5}, {"top_k": 2, "temperature": 1.2}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.9}, {"logit_bias": {3: 4.0}}, {"min_tokens": 5}, {"top_k": 2, "temperature": 1.2}]
+)
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_drafts_follow_the_requests_own_distribution(params: dict[str, Any], rule: str) -> None:
     target = TableTarget()

@@ -22,7 +22,9 @@ SPEC = HeadSpec()
 TARGET = TargetIdentity("tiny", VOCAB_SIZE, "abc")
 
 
-def changed(folder: Path, spec: HeadSpec = SPEC, *, config: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+def changed(
+    folder: Path, spec: HeadSpec = SPEC, *, config: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None
+) -> Path:
     """A head's folder with settings and tensors replaced; None removes one."""
     settings, found = spec.config() | (config or {}), spec.tensors() | (tensors or {})
     kept = {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -105,7 +107,7 @@ def test_tensors_that_do_not_fit_are_named(tensors: dict[str, Any], message: str
 
 def test_bias_that_is_promised_must_be_there(tmp_path: Path) -> None:
     spec = HeadSpec(bias=True)
-    with pytest.raises(ModelFileError, match="no tensor layers.0.self_attn.q_proj.bias"):
+    with pytest.raises(ModelFileError, match=r"no tensor layers\.0\.self_attn\.q_proj\.bias"):
         open_head(changed(tmp_path, spec, tensors={"layers.0.self_attn.q_proj.bias": None}))
 
 

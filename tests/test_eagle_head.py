@@ -1,4 +1,4 @@
-"""A draft head, on torch and on native kernels, against a reference written from the recipe; and the native chain against passes."""
+"""A draft head, on torch and on native kernels, against a reference written from the recipe; the native chain against passes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,15 @@ class Setup:
     def __init__(self, spec: HeadSpec, folder: Path, ops: str, block_size: int = 4, dtype: str = "float32") -> None:
         architecture, weights = tiny("llama", "F32")
         self.target = ModelTarget(
-            architecture, weights, device="cpu", dtype=dtype, ops=ops, threads=2, num_blocks=8, block_size=block_size, max_model_len=64
+            architecture,
+            weights,
+            device="cpu",
+            dtype=dtype,
+            ops=ops,
+            threads=2,
+            num_blocks=8,
+            block_size=block_size,
+            max_model_len=64,
         )
         head = open_head(spec.write(folder))
         self.head = fitted(head, TargetIdentity("tiny", VOCAB_SIZE, ""), architecture.hidden_size, architecture.num_layers)

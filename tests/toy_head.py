@@ -45,7 +45,9 @@ class ToyHead:
         self._slots[slots] = entries
         context = [self._context(rows, row) for row in range(len(rows.tokens))]
         size = self._target.vocab_size
-        logits = [self._target._by_pair[context[row][-2] % size, context[row][-1] % size][self.target_ids] for row in rows.logit_rows]
+        logits = [
+            self._target._by_pair[context[row][-2] % size, context[row][-1] % size][self.target_ids] for row in rows.logit_rows
+        ]
         outputs = entries[rows.logit_rows][:, :2].astype(np.float32)
         return HeadOutput(np.array(logits, np.float32).reshape(len(outputs), len(self.target_ids)), outputs)
 
@@ -68,7 +70,9 @@ class ToyHead:
         return [int(found[0, 2]), *found[:, 0].tolist()]
 
 
-def toy_eagle(target: TableTarget, kv: KVCache, rule: str = "coupled", *, num_scratch: int = 16, max_positions: int = 128) -> EagleDrafter:
+def toy_eagle(
+    target: TableTarget, kv: KVCache, rule: str = "coupled", *, num_scratch: int = 16, max_positions: int = 128
+) -> EagleDrafter:
     """A drafter that knows all tokens of the target's but every sixth."""
     target_ids = np.array([token for token in range(target.vocab_size) if token % 6 != 5], np.int64)
     stream, with_probs = draws_for(rule)

@@ -52,7 +52,8 @@ class RecordedTarget:
     """A target whose likeliest token is always the recorded one.
 
     A sequence is known by its first block; the first rows that come for a block are compared with the streams' beginnings.
-    ``states(stream, taps)`` are a stream's hidden states, which some drafters read; rows beyond its end get those of its last token.
+    ``states(stream, taps)`` are a stream's hidden states, which some drafters read; rows beyond its end get those of its last
+    token.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class RecordedTarget:
         return PassOutput(logits, hidden)
 
     def _hidden(self, rows: Rows, taps: tuple[int, ...]) -> FloatArray:
-        block, stream = rows.block_table[0], self._stream(rows)
+        block = rows.block_table[0]
         if rows.start == 0 or block not in self._known_states:
-            self._known_states[block] = self._states(stream, taps)
+            self._known_states[block] = self._states(self._streams[block], taps)
         known = self._known_states[block]
         found: FloatArray = known[np.minimum(np.arange(rows.start, rows.start + len(rows.tokens)), len(known) - 1)]
         return found

@@ -172,8 +172,8 @@ class Drafter(Protocol):
     Between the two, ``observe`` follows every pass, whether or not ``propose`` was called before it; ``seq.tokens`` then holds
     committed tokens only.
 
-    The first ``seq.num_cached`` tokens came from the target's prefix cache: no pass computed them, so their hidden states never come.
-    The sequence has its cache blocks from before ``open`` until after ``close``.
+    The first ``seq.num_cached`` tokens came from the target's prefix cache: no pass computed them, so their hidden states never
+    come. The sequence has its cache blocks from before ``open`` until after ``close``.
     """
 
     hidden_layers: tuple[int, ...]

@@ -4,7 +4,8 @@ Owns: which states wait to be read, the passes of a ``propose``, and how a head'
 head is computed or loaded, or what the verification rule does with a draft.
 
 ``observe`` only keeps the states of tokens that stand.  ``propose`` first reads what waits, of all sequences together in one pass,
-which writes keys and values of true states over those of drafts, and yields each first draft token; then it runs one row per sequence
+which writes keys and values of true states over those of drafts, and yields each first draft token; then it runs one row per
+sequence
 for every further one, with the head's own output in place of a state.  A sequence that never drafts costs a copy of its states.
 
 Tokens are drawn as those of a draft model: from the one distribution of the row, here over the draft vocabulary, and under the
@@ -25,7 +26,8 @@ from foredraft.kv_cache import KVCache
 from foredraft.sampling import PositionNoise, distribution, is_adjusted, noise_for, top_probability
 from foredraft.types import ConfigError, Distribution, Draft, FloatArray, IntArray, Sequence, Verdict
 
-# States of so many tokens may wait.  Those of a prompt are then read; a sequence that answers without drafting forgets the older half.
+# States of so many tokens may wait.  Those of a prompt are then read; a sequence that answers without drafting forgets the older
+# half.
 MAX_WAITING = 128
 # What waits when a sequence ends is still read if it is so little, so that a later request finds all of a shared prefix.
 MAX_READ_AT_END = 32
@@ -35,7 +37,8 @@ MAX_READ_AT_END = 32
 class _State:
     """How far a sequence was read.
 
-    Rows up to slot ``next_slot - 1`` are written, of those from ``first_key`` on.  ``waiting`` are states of the tokens at positions
+    Rows up to slot ``next_slot - 1`` are written, of those from ``first_key`` on.  ``waiting`` are states of the tokens at
+    positions
     ``start .. end - 1``.  ``feature`` is that of token ``next_slot - 1`` where it came from the prefix cache: then ``start`` is
     ``next_slot``, else ``next_slot - 1``.  ``last`` is the feature that the last written row was made of.
     """
@@ -357,7 +360,7 @@ def create(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         ModelFileError, UnsupportedModelError: it cannot be read.
     """
     if config.model is None:
-        raise ConfigError(f"method {config.method!r} must have a head; add \"model\" to speculative_config.")
+        raise ConfigError(f'method {config.method!r} must have a head; add "model" to speculative_config.')
     if context.load_head is None or context.kv is None:
         raise ConfigError(f"method {config.method!r} cannot load heads here; choose 'ngram' or 'suffix'.")
     num_scratch = scratch_blocks(config.num_speculative_tokens, context.max_num_seqs, context.kv.block_size)
@@ -373,4 +376,3 @@ def create(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         with_probs=context.with_probs,
         max_num_batched_tokens=context.max_num_batched_tokens,
     )
-

@@ -3,8 +3,8 @@
 Owns: which blocks a head has filled, and the feature of each one's last token.  Does not know: how either is computed.
 
 A head's keys and values lie beside the target's own, in blocks of the same numbers, so that a prefix that the target finds in its
-cache is there for the head too.  What it wrote for a token depends on the tokens up to that one only.  To go on behind a block takes
-the feature of its last token, so that is kept as well.
+cache is there for the head too.  What it wrote for a token depends on the tokens up to that one only.  To go on behind a block
+takes the feature of its last token, so that is kept as well.
 """
 
 from __future__ import annotations

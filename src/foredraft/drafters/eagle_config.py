@@ -23,22 +23,34 @@ KINDS = (EAGLE, EAGLE3)
 MAX_STATES = 16
 MAX_LAYERS = 8
 
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 # What changes nothing in a forward pass, or is said elsewhere: training, sampling, and the bookkeeping of libraries.
-_SILENT = frozenset(
-    "architectures auto_map dtype torch_dtype transformers_version speculators_version speculators_config model_type has_no_defaults_at_init "
-    "embed_requires_grad enable_sp_ulysses _name_or_path return_dict tie_word_embeddings bos_token_id eos_token_id pad_token_id "
-    "initializer_range attention_dropout use_cache pretraining_tp _attn_implementation attn_implementation _experts_implementation "
-    "output_attentions output_hidden_states is_decoder is_encoder_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder "
-    "chunk_size_feed_forward id2label label2id problem_type tokenizer_class prefix task_specific_params num_labels ttt_length".split()
+_SILENT = _names(
+    """
+    architectures auto_map dtype torch_dtype transformers_version speculators_version speculators_config model_type
+    has_no_defaults_at_init embed_requires_grad enable_sp_ulysses _name_or_path return_dict tie_word_embeddings
+    bos_token_id eos_token_id pad_token_id initializer_range attention_dropout use_cache pretraining_tp
+    _attn_implementation attn_implementation _experts_implementation output_attentions output_hidden_states is_decoder
+    is_encoder_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder chunk_size_feed_forward
+    id2label label2id problem_type tokenizer_class prefix task_specific_params num_labels ttt_length
+    """
 )
-_LAYER = frozenset(
-    "hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers head_dim hidden_act rms_norm_eps vocab_size "
-    "max_position_embeddings rope_theta rope_scaling rope_parameters attention_bias bias sliding_window use_sliding_window "
-    "max_window_layers layer_types".split()
+_LAYER = _names(
+    """
+    hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers head_dim hidden_act
+    rms_norm_eps vocab_size max_position_embeddings rope_theta rope_scaling rope_parameters attention_bias bias
+    sliding_window use_sliding_window max_window_layers layer_types
+    """
 )
-_HEAD = frozenset(
-    "speculators_model_type transformer_layer_config transformer_layer_architecture draft_vocab_size target_hidden_size norm_before_residual "
-    "norm_before_fc fc_norm norm_output eagle_aux_hidden_state_layer_ids eagle_config fusion_bias".split()
+_HEAD = _names(
+    """
+    speculators_model_type transformer_layer_config transformer_layer_architecture draft_vocab_size target_hidden_size
+    norm_before_residual norm_before_fc fc_norm norm_output eagle_aux_hidden_state_layer_ids eagle_config fusion_bias
+    """
 )
 # Of Llama's configuration, which leaves out what has its default.
 _LLAMA: Mapping[str, Any] = {
@@ -201,7 +213,9 @@ def _network(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
     family = "llama" if family in (EAGLE, EAGLE3) else str(family)
     refuse_unknown("model_type of a head's layers", family, _FAMILIES, UnsupportedModelError)
     bias = bool(layer.get("attention_bias") or layer.get("bias"))
-    plain = {key: value for key, value in layer.items() if key not in ("attention_bias", "bias", "model_type") and value is not None}
+    plain = {
+        key: value for key, value in layer.items() if key not in ("attention_bias", "bias", "model_type") and value is not None
+    }
     architecture = folder_architecture({**_LLAMA, **plain, "model_type": family}, source)
     if any(kind.window is not None for kind in architecture.layers):
         raise UnsupportedModelError(f"{source} sets sliding_window, which is not supported for a head; choose a head without it.")

@@ -183,8 +183,8 @@ class _Reader:
         config, name = self._config, f"{self._fc}.weight"
         if config.kind == EAGLE3 and not config.layer_ids and self._shape(name)[-1] != 3 * config.target_hidden_size:
             raise ModelFileError(
-                f"{self._folder / CONFIG} names no eagle_aux_hidden_state_layer_ids, and tensor fc.weight is not made for the usual "
-                "three; fetch the head again."
+                f"{self._folder / CONFIG} names no eagle_aux_hidden_state_layer_ids, and tensor fc.weight is not made for the "
+                "usual three; fetch the head again."
             )
 
     def _take_layer(self, found: dict[str, Weight], i: int) -> None:
@@ -217,7 +217,9 @@ class _Reader:
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
         if tensor not in self._files.shapes:
-            raise ModelFileError(f"{self._folder} has no tensor {tensor}; the head is incomplete or of another kind, fetch it again.")
+            raise ModelFileError(
+                f"{self._folder} has no tensor {tensor}; the head is incomplete or of another kind, fetch it again."
+            )
         return self._files.shapes[tensor]
 
     def _take(self, tensor: str, shape: tuple[int, ...]) -> Weight:
@@ -228,7 +230,9 @@ class _Reader:
                 "fetch config and weights of the same head."
             )
         if self._files.formats[tensor] in ("I64", "BOOL"):
-            raise ModelFileError(f"{self._folder}: tensor {tensor} holds {self._files.formats[tensor]}, not numbers; fetch it again.")
+            raise ModelFileError(
+                f"{self._folder}: tensor {tensor} holds {self._files.formats[tensor]}, not numbers; fetch it again."
+            )
         self._used.add(tensor)
         return self._files.weight(tensor)
 
@@ -242,7 +246,9 @@ def _target_ids(folder: Path, files: TensorFiles, config: HeadConfig) -> IntArra
     num = config.draft_vocab_size
     if "d2t" not in files.shapes:
         if num != config.vocab_size:
-            raise ModelFileError(f"{folder} has no tensor d2t, though its draft vocabulary is a part of the target's; fetch it again.")
+            raise ModelFileError(
+                f"{folder} has no tensor d2t, though its draft vocabulary is a part of the target's; fetch it again."
+            )
         return np.arange(num, dtype=np.int64)
     if files.formats["d2t"] != "I64" or files.shapes["d2t"] != (num,):
         raise ModelFileError(f"{folder}: tensor d2t must be {num} whole numbers of 64 bits; fetch the head again.")
@@ -268,5 +274,7 @@ def _identity(folder: Path) -> TargetIdentity | None:
     try:
         identity = TargetIdentity(**target)
     except TypeError as error:
-        raise ModelFileError(f"{folder / PROVENANCE}: target must name a model and its vocabulary ({error}); fetch it again.") from error
+        raise ModelFileError(
+            f"{folder / PROVENANCE}: target must name a model and its vocabulary ({error}); fetch it again."
+        ) from error
     return identity

@@ -33,7 +33,9 @@ class HeadWeights(Protocol):
 
     num_bytes: int
 
-    def runner(self, num_blocks: int, block_size: int) -> HeadRunner: ...
+    def runner(self, num_blocks: int, block_size: int) -> HeadRunner:
+        """The head with an empty cache of so many blocks."""
+        ...
 
 
 def find_head(name: str, kind: str, target: TargetIdentity, architecture: Architecture) -> HeadFile:
@@ -45,7 +47,9 @@ def find_head(name: str, kind: str, target: TargetIdentity, architecture: Archit
     """
     head = open_head(Path(resolve_model(name)))
     if head.config.kind != kind:
-        raise ConfigError(f"{name} is a head for method {head.config.kind!r}, not {kind!r}; change the method or give another head.")
+        raise ConfigError(
+            f"{name} is a head for method {head.config.kind!r}, not {kind!r}; change the method or give another head."
+        )
     return fitted(head, target, architecture.hidden_size, architecture.num_layers)
 
 

@@ -80,8 +80,8 @@ def head_bytes(head: HeadFile, *, dtype: str, threads: int | None, num_rows: int
 def quantise_q4_1(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Rows [n, columns] as blocks of 32 in Q4_1, uint8 [n, columns / 32 * 20].
 
-    A block is its scale and minimum as float16 and 16 bytes, the i-th of which holds value i in its low and value i + 16 in its high
-    four bits; a value is minimum + scale * code.
+    A block is its scale and minimum as float16 and 16 bytes, the i-th of which holds value i in its low and value i + 16 in its
+    high four bits; a value is minimum + scale * code.
     """
     blocks = rows.reshape(len(rows), -1, BLOCK_SIZE)
     low = blocks.min(axis=2).astype(np.float16)

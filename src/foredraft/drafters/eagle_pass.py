@@ -2,8 +2,8 @@
 
 Owns: HeadPass, HeadOutput, HeadRunner.  Does not know: sequences, or how a pass is computed.
 
-A row stands for a token at position i and the *feature* of the token before it; it predicts the token at i + 1.  Its keys and values
-lie in slot i.  Position 0 has no feature before it, so the first row of a text is that of position 1.
+A row stands for a token at position i and the *feature* of the token before it; it predicts the token at i + 1.  Its keys and
+values lie in slot i.  Position 0 has no feature before it, so the first row of a text is that of position 1.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class HeadPass:
     """T rows; those of one sequence are consecutive, in the order of their positions.
 
     ``tokens``, ``positions``: int32 [T].  ``tables``: int32, the block tables of all sequences one after the other, and
-    ``table_of``: int32 [T], where that of the row's sequence begins.  ``first_keys``: int32 [T], the first position that the row may
-    attend to.
+    ``table_of``: int32 [T], where that of the row's sequence begins.  ``first_keys``: int32 [T], the first position that the row
+    may attend to.
     ``states``: float32 [R, S * t], and ``row_of``: int32 [R], ascending, the rows whose features are made of them.  ``features``:
     float32 [T, d]: those of the other rows; the pass writes the made ones to their places.
     ``logit_rows``: int32 [n], ascending, at most one of each sequence.
@@ -83,8 +83,8 @@ class HeadRunner(Protocol):
     def draft(self, rows: HeadPass, num_wanted: Int32s) -> tuple[Int32s, Float32s]:
         """Continue row i of logits by its likeliest token, ``num_wanted[i]`` >= 1 times.
 
-        Returns tokens as the target's ids and their probabilities by the head, int32 and float32 [n, most wanted].  A negative token
-        ends a row early: its logits were not finite.
+        Returns tokens as the target's ids and their probabilities by the head, int32 and float32 [n, most wanted].  A negative
+        token ends a row early: its logits were not finite.
         """
         ...
 

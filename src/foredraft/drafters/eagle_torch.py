@@ -1,7 +1,7 @@
 """A draft head in torch: the reference, and what runs on CUDA.
 
-Owns: the order of operations of a head (EAGLE, 2401.15077; EAGLE-3, 2503.01840, section 3).  Does not know: sequences, or formats of
-heads.
+Owns: the order of operations of a head (EAGLE, 2401.15077; EAGLE-3, 2503.01840, section 3).  Does not know: sequences, or formats
+of heads.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class _Layout:
         most = int((ends - starts).max())
         padded = np.minimum(starts[:, None] + np.arange(most)[None, :], (ends - 1)[:, None])
         self.padded = self._to(padded, device)
-        self.flat = self._to(np.concatenate([s * most + np.arange(e - b) for s, (b, e) in enumerate(zip(starts, ends, strict=True))]), device)
+        self.flat = self._to(
+            np.concatenate([s * most + np.arange(e - b) for s, (b, e) in enumerate(zip(starts, ends, strict=True))]), device
+        )
         low, high = rows.first_keys[padded][..., None], rows.positions[padded][..., None]
         self.visible = torch.from_numpy((places >= low) & (places <= high)).unsqueeze(1).to(device)
 
@@ -98,7 +100,9 @@ class TorchHead:
         features = self._features(rows)
         x, inputs = self._enter(rows, features)
         layout = _Layout(rows, self.block_size, self._weights.device)
-        rotary = rotary_rows(config.rope, rows.positions.astype(np.int64), config.head_dim, self._weights.device, self._weights.dtype)
+        rotary = rotary_rows(
+            config.rope, rows.positions.astype(np.int64), config.head_dim, self._weights.device, self._weights.dtype
+        )
         for i in range(config.num_layers):
             prefix = f"layers.{i}."
             if i or config.kind != EAGLE3:

@@ -102,9 +102,7 @@ def _head_kind(model: str) -> str | None:
     return head_kind(path) if path.is_dir() else None
 
 
-def members(
-    config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}, found: Sources | None = None
-) -> tuple[str, ...]:
+def members(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}, found: Sources | None = None) -> tuple[str, ...]:
     """Names of the drafters that a method may ask.
 
     ``auto`` asks those without a model, those that ``found`` has a model for, and the caller's own.
@@ -130,7 +128,7 @@ def create(name: str, config: SpeculativeConfig, context: DrafterContext, extra:
 
 
 def memory(config: SpeculativeConfig, found: Sources | None = None) -> DrafterBytes:
-    """What the statistics of the drafters of ``config`` take; those with models have none, and of the caller's own nothing is known."""
+    """What the statistics of the drafters of ``config`` take; models have none, the caller's own are not known."""
     found = found or Sources(suffix_base=config.suffix_decoding_base)
     names = [name for name in members(config, found=found) if name in MODEL_FREE]
     parts: list[DrafterBytes] = [import_module(_MODULES[name]).memory(found.settings(name, config)) for name in names]
@@ -150,7 +148,7 @@ def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -
             f"method {config.method!r} takes no model, but model is {config.model!r}; remove it or use 'draft_model'."
         )
     if config.model is None and config.method in WITH_MODEL and not (config.shipped and shipped.shipped_folders()):
-        raise ConfigError(f"method {config.method!r} must have a model; add \"model\" to speculative_config.")
+        raise ConfigError(f'method {config.method!r} must have a model; add "model" to speculative_config.')
 
 
 def _factory(name: str, extra: Mapping[str, DrafterFactory]) -> DrafterFactory:

@@ -150,8 +150,11 @@ def read_config(values: Mapping[str, Any], source: str, *, kind: str | None = No
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=fields.size("target_hidden_size", network["hidden_size"]),
         layer_ids=_layer_ids(values, extra, source) if kind == EAGLE3 else (),
+        norm_before_residual=flags["norm_before_residual"],
+        norm_before_fc=flags["norm_before_fc"],
+        fc_norm=flags["fc_norm"],
+        norm_output=flags["norm_output"],
         **network,
-        **flags,
     )
 
 

@@ -618,6 +618,7 @@ struct Attention {
       const int row = item.first_row + (item.first_query + i) / group, head = item.kv_head * group + (item.first_query + i) % group;
       positions[i] = pass.positions[row];
       firsts[i] = layer.window && positions[i] >= layer.window ? positions[i] - layer.window + 1 : 0;
+      if (pass.first_keys && firsts[i] < pass.first_keys[row]) firsts[i] = pass.first_keys[row];
       queries[i] = pass.qkv + size_t(row) * stride + head * dim;
       outs[i] = pass.in.values + size_t(row) * model.heads * dim + head * dim;
     }
@@ -818,10 +819,12 @@ struct Worker {
   // The first of this thread's tiles.
   const uint8_t* own(const Matrix& w) const { return w.tile(share(w.tiles(), thread, num_threads).begin); }
 
-  // Rows of x, normalised, as input of a product with w.
+  // Rows of x, normalised if there is a norm, as input of a product with w.
   void prepare(const float* norm, const Matrix& w) {
     for (int row = mine.begin; row < mine.end; ++row) {
-      rms_norm(x(row), norm, model.hidden, model.eps, pass.in.values + size_t(row) * model.hidden);
+      float* in = pass.in.values + size_t(row) * model.hidden;
+      if (norm) rms_norm(x(row), norm, model.hidden, model.eps, in);
+      else memcpy(in, x(row), sizeof(float) * model.hidden);
       if (is_quantised(w.format)) quantise(pass.in, row, w.cols);
     }
     barrier.wait();
@@ -889,9 +892,9 @@ struct Worker {
     }
   }
 
-  void attention(const Layer& layer, int* next_item) {
-    const int dim = model.head_dim, width = model.heads * dim;
-    const int stride = (model.heads + 2 * model.kv_heads) * dim;
+  // Queries, keys and values; the latter two go to the cache.
+  void project(const Layer& layer) {
+    const int dim = model.head_dim, stride = (model.heads + 2 * model.kv_heads) * dim;
     // Whole heads, so that a thread can place what it has computed without waiting for others.
     const Share own_part = own_heads();
     const int tiles = dim / kTile;
@@ -902,6 +905,9 @@ struct Worker {
     });
     place_heads(layer);
     barrier.wait();
+  }
+
+  void attend(const Layer& layer, int* next_item) {
     float* scores = pass.scores + size_t(thread) * kMaxAttentionQueries * pass.score_stride;
     for (;;) {
       const int i = __atomic_fetch_add(next_item, 1, __ATOMIC_RELAXED);
@@ -911,8 +917,8 @@ struct Worker {
       else attention.run_any<false>();
     }
     barrier.wait();
-    if (!is_quantised(layer.o.format) || dim % kBlock == 0) return;
-    for (int row = mine.begin; row < mine.end; ++row) quantise(pass.in, row, width);
+    if (!is_quantised(layer.o.format) || model.head_dim % kBlock == 0) return;
+    for (int row = mine.begin; row < mine.end; ++row) quantise(pass.in, row, model.heads * model.head_dim);
     barrier.wait();
   }
 
@@ -995,7 +1001,8 @@ struct Worker {
       const Layer& layer = model.layers[i];
       tap(i);
       prepare(layer.attn_norm, layer.qkv);
-      attention(layer, pass.next_items + i);
+      project(layer);
+      attend(layer, pass.next_items + i);
       add_product(layer.o, pass.in, layer.post_attn_norm, layer.gate_up.tile(2 * gated_units().begin));
       prepare(layer.mlp_norm, layer.gate_up);
       gated_product(layer);
@@ -1010,6 +1017,8 @@ struct Worker {
 void run(const Model& model, Pass& pass, int thread, int num_threads, Barrier& barrier) {
   Worker{model, pass, thread, num_threads, barrier, share(pass.num_rows, thread, num_threads)}.run();
 }
+
+#include "head.inc"
 
 void linear(const Matrix& w, const Activations& in, int num_rows, float* y) {
   for (int row = 0; is_quantised(w.format) && row < num_rows; ++row) quantise(in, row, w.cols);
@@ -1120,7 +1129,7 @@ size_t contenders(const int64_t* tokens, const double* log_probs, size_t count, 
 #define FOREDRAFT_STRING(x) #x
 #define FOREDRAFT_NAME(x) FOREDRAFT_STRING(x)
 extern const Kernels kernels;
-const Kernels kernels = {FOREDRAFT_NAME(FOREDRAFT_ISA), kMaxQueries, run, linear, sum_weights, contenders};
+const Kernels kernels = {FOREDRAFT_NAME(FOREDRAFT_ISA), kMaxQueries, run, run_head, linear, sum_weights, contenders};
 
 }  // namespace FOREDRAFT_ISA
 }  // namespace foredraft

@@ -81,6 +81,7 @@ ORDER = (
     "cli_options",
     "cli_bench",
     "cli_train",
+    "cli_models",
     "chat",
     "demo",
     "server",

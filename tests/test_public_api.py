@@ -91,6 +91,7 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "suffix_decoding_max_bytes": 64 * 2**20,
         "suffix_decoding_base": None,
         "adaptive": True,
+        "shipped": True,
     },
     CompletionOutput: {
         "index": REQUIRED,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft import __version__, cli_bench, cli_plan, cli_train
+from foredraft import __version__, cli_bench, cli_models, cli_plan, cli_train
 from foredraft.cli_options import (
     Device,
     Dtype,
@@ -277,40 +277,7 @@ app.command()(cli_plan.plan)
 app.add_typer(cli_train.train, name="train")
 
 
-@app.command()
-def models() -> None:
-    """List the models at hand and the drafters."""
-    from foredraft.drafters import registry
-    from foredraft.loader import cache_dir, known_models
-    from foredraft.terminal import format_table
-
-    rows = [["MODEL", "CACHED", "SIZE", "LICENCE", "ABOUT"]]
-    for known in known_models():
-        cached = "yes" if known.cached else "no"
-        rows.append([known.alias, cached, f"{known.size / 1e6:.0f} MB", known.licence, known.description])
-    rows += [[name, "yes", f"{size / 1e6:.0f} MB", "see its page", "from the Hugging Face hub"] for name, size in _hub_models()]
-    print(format_table(rows))
-    print(f"\ncache: {cache_dir()}\ndrafters: {', '.join(registry.available())}")
-
-
-def _hub_models() -> list[tuple[str, int]]:
-    """(id, bytes) of the models in the hub's cache that have the files of a loadable folder."""
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
-
-    try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return []
-    return sorted(
-        (repo.repo_id, repo.size_on_disk)
-        for repo in repos
-        if repo.repo_type == "model"
-        and any(
-            any(file.file_name == "config.json" for file in revision.files)
-            and any(file.file_name.endswith(".safetensors") for file in revision.files)
-            for revision in repo.revisions
-        )
-    )
+app.command()(cli_models.models)
 
 
 @app.command()

@@ -242,12 +242,11 @@ class Engine:
     # -------------------------------------------------------------------------------------------- parts
 
     def _admit(self, seq: Sequence) -> None:
-        drafters = [self._drafters[name] for name in seq.drafters]
-        # Rows from the prefix cache have neither logits nor hidden states.
-        reuse = seq.params.prompt_logprobs is None and not any(drafter.hidden_layers for drafter in drafters)
+        # Rows from the prefix cache have no logits.
+        reuse = seq.params.prompt_logprobs is None
         seq.num_computed = seq.num_cached = self._kv.open(seq.seq_id, seq.tokens, seq.tenant, reuse=reuse)
-        for drafter in drafters:
-            drafter.open(seq)
+        for name in seq.drafters:
+            self._drafters[name].open(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         self._close(seq)
@@ -263,9 +262,9 @@ class Engine:
         self.controller.close(seq)
 
     def _close(self, seq: Sequence) -> None:
-        self._kv.close(seq.seq_id)
         for name in seq.drafters:
             self._drafters[name].close(seq)
+        self._kv.close(seq.seq_id)
 
     def _meets_end(self, seq: Sequence, token: int) -> bool:
         """Decide whether ``token``, just appended, is the last; at one position a stop wins over a length."""

@@ -168,6 +168,20 @@ def distribution(logits: FloatArray, seq: Sequence, draft: Seq[int] = ()) -> Dis
     return _truncate(row, float(top), params)
 
 
+def is_adjusted(seq: Sequence, num_draft: int = 0) -> bool:
+    """Whether anything but temperature and truncation changes a row of this sequence behind ``num_draft`` draft tokens."""
+    params = seq.params
+    return bool(
+        params.allowed_token_ids is not None
+        or seq.rules.bad_words
+        or seq.num_output + num_draft < params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
 def _check_finite(best: float) -> None:
     if not np.isfinite(best):
         raise FloatingPointError(f"the model produced logits whose largest is {best}; try dtype float32.")

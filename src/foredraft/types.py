@@ -181,6 +181,9 @@ class Drafter(Protocol):
     A sequence is opened when it starts (and again after a preemption), and closed when it ends (or is preempted).
     Between the two, ``observe`` follows every pass, whether or not ``propose`` was called before it; ``seq.tokens`` then holds
     committed tokens only.
+
+    The first ``seq.num_cached`` tokens came from the target's prefix cache: no pass computed them, so their hidden states never
+    come. The sequence has its cache blocks from before ``open`` until after ``close``.
     """
 
     hidden_layers: tuple[int, ...]

@@ -32,10 +32,10 @@ ARCHITECTURE = Architecture(
 )
 
 
-def random_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Every canonical weight of ``ARCHITECTURE``."""
+def random_weights(seed: int = 0, architecture: Architecture = ARCHITECTURE) -> dict[str, Tensor]:
+    """Every canonical weight."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ARCHITECTURE.weight_shapes()
+    shapes = architecture.weight_shapes()
     # Vectors are norms' weights, matrices small.
     scales = {name: (0.3, 0.0) if len(shape) == 2 else (0.1, 1.0) for name, shape in shapes.items()}
     return {name: torch.randn(shape, generator=generator) * scales[name][0] + scales[name][1] for name, shape in shapes.items()}

@@ -297,7 +297,7 @@ def test_no_space_for_a_checkpoint_is_a_traceback(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CapacityError, match="No space left on device.*goes on"):
+    with pytest.raises(CapacityError, match=r"No space left on device.*goes on"):
         loop.save_checkpoint(tmp_path / "x", {})
     assert list(tmp_path.iterdir()) == []
 

@@ -30,7 +30,7 @@ from foredraft.loader.gguf_model import row_order
 from foredraft.types import CapacityError, FloatArray
 
 GGUF_NAME, PROVENANCE_NAME = "draft.gguf", "provenance.json"
-VOCABULARY_FORMAT, MATRIX_FORMAT = "Q4_0", "Q8_0"
+VOCABULARY_FORMAT, MATRIX_FORMAT = "Q4_0", "Q4_1"
 # Columns per quantised block; rows that cannot be cut into those are stored as F16.
 QUANTISED_STEP = 32
 TOKENIZER_FILES = (
@@ -46,7 +46,9 @@ _MERGES = "tokenizer.ggml.merges"
 Tensors = Mapping[str, FloatArray]
 
 
-def save_draft(folder: Path, target: Checkpoint, architecture: Architecture, tensors: Tensors, provenance: Mapping[str, Any]) -> Path:
+def save_draft(
+    folder: Path, target: Checkpoint, architecture: Architecture, tensors: Tensors, provenance: Mapping[str, Any]
+) -> Path:
     """Write the draft model of canonical ``tensors`` and its provenance to ``folder``; what names it as a model.
 
     Raises:

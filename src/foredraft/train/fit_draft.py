@@ -1,17 +1,20 @@
 """Training a small draft model on a target's texts.
 
-Owns: which tokens the loss is over, batches, the optimiser and a step.  Does not know: files, or the command.
+Owns: which tokens the loss is over, batches, the optimiser, a step, and a training from texts to a folder.  Does not know: where
+texts come from, or the command.
 
-The loss is over the tokens that answers consist of, not over the vocabulary: for SmolLM2 that is a ninth of the work, and what is left
-out keeps the target's own embedding.
+The loss is over the tokens that answers consist of, not over the vocabulary: for SmolLM2 that is a ninth of the work, and what is
+left out keeps the target's own embedding.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from foredraft.architecture import Architecture, Weights
+from foredraft.drafters.ngram_table import TargetIdentity
+from foredraft.loader import Checkpoint
+from foredraft.train.collect import MOST_SEED
+from foredraft.train.curve import write_curve
+from foredraft.train.draft_file import save_draft
 from foredraft.train.eagle3 import TextRows, _HeadLoss, _probs, acceptance
 from foredraft.train.features import Text
+from foredraft.train.fit_eagle3 import _deterministic, _digest, split
+from foredraft.train.loop import Budget, run
 from foredraft.train.student import Student, start_weights, student_architecture
-from foredraft.types import ConfigError, refuse_unknown
+from foredraft.types import ConfigError, FloatArray, refuse_unknown
 
 # ``tokens`` learns from the recorded tokens, the others from the target's distribution at each.
 LOSSES = ("ce", "tv", "lk", "tokens")
@@ -35,27 +45,53 @@ MAX_CANDIDATES = 5632
 VECTOR_RATE = 10.0
 MAX_NORM = 1.0
 EVALUATED_TEXTS = 8
+MIN_TEXTS = 4
+CHECKPOINT = "training.checkpoint"
+SHOWN = (
+    ("Acceptance length", f"Tokens per pass on texts held out, greedy, {NUM_DRAFTED} draft tokens.", ("acceptance_length",)),
+    ("Loss", "Mean over the steps since the point before.", ("loss",)),
+    ("Right guesses", "Share of tokens guessed right: on texts held out, and while training.", ("first_accepted", "right")),
+)
 
 
 @dataclass(frozen=True)
 class DraftOptions:
     """What a draft model depends on besides the target and its texts.
 
-    ``vocab`` 0 takes as many of the vocabulary's first ids as hold 95 % of the tokens of the answers.
+    ``hidden`` None is the target's own size; ``vocab`` None takes as many of the vocabulary's first ids as hold 95 % of the tokens
+    of the answers.
+
+    Raises:
+        ConfigError: a value out of its range, or an unknown loss.
     """
 
     layers: int = 2
-    hidden: int = 0
-    vocab: int = 0
+    hidden: int | None = None
+    vocab: int | None = None
     loss: str = "ce"
-    learning_rate: float = 2e-3
-    texts_per_step: int = 2
+    learning_rate: float = 4e-3
+    texts_per_step: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
         refuse_unknown("loss", self.loss, LOSSES)
-        if not 0.0 < self.learning_rate < 1.0:
-            raise ConfigError(f"lr must be a number between 0 and 1, not {self.learning_rate}; change --lr.")
+        ranges: tuple[tuple[str, float, float, float], ...] = (
+            ("lr", self.learning_rate, 1e-8, 1.0),
+            ("texts_per_step", self.texts_per_step, 1, math.inf),
+            ("seed", self.seed, 0, MOST_SEED - 1),
+        )
+        for name, value, least, most in ranges:
+            if not least <= value <= most:
+                raise ConfigError(f"{name} must be from {least:g} to {most:g}, not {value}; change it.")
+
+    def architecture(self, target: Architecture, texts: Sequence[Text] = ()) -> Architecture:
+        """The draft model's; without ``texts``, only whether it can be had is certain.
+
+        Raises:
+            ConfigError, UnsupportedModelError: as ``student_architecture``.
+        """
+        vocab = self.vocab if self.vocab is not None else covering_vocab(texts, target.vocab_size) if texts else target.vocab_size
+        return student_architecture(target, self.layers, target.hidden_size if self.hidden is None else self.hidden, vocab)
 
 
 def covering_vocab(texts: Sequence[Text], vocab_size: int) -> int:
@@ -91,13 +127,11 @@ class DraftJob:
     ) -> None:
         self.num_texts, self._train, self._held_out = len(train), train, held_out
         self._options, self._device, self._d = options, device, target.hidden_size
-        hidden = options.hidden or target.hidden_size
-        vocab = options.vocab or covering_vocab(train, target.vocab_size)
-        self.architecture = student_architecture(target, options.layers, hidden, vocab)
-        smaller = hidden != target.hidden_size
+        self.architecture = options.architecture(target, train)
+        smaller = self.architecture.hidden_size != target.hidden_size
         start = start_weights(self.architecture, target, weights)
         self.student = Student(self.architecture, start, device=device, train_vocabulary=smaller)
-        self._candidates = choose_candidates(train, vocab).to(device)
+        self._candidates = choose_candidates(train, self.architecture.vocab_size).to(device)
         self._local = torch.full((target.vocab_size,), -1, dtype=torch.int64)
         self._local[self._candidates.cpu()] = torch.arange(len(self._candidates))
         self._teacher = _Teacher(target, weights, self._candidates, device)
@@ -157,6 +191,10 @@ class DraftJob:
             right, rows = right + int(hits.sum()), rows + len(hits)
         return {"acceptance_length": emitted / max(1, passes), "first_accepted": right / max(1, rows)}
 
+    def tensors(self) -> dict[str, FloatArray]:
+        """The canonical weights, float32."""
+        return {name: values.detach().float().numpy(force=True) for name, values in self.student.tensors.items()}
+
     def state(self) -> dict[str, Any]:
         """Parameters and the optimiser's moments."""
         parameters = {name: values.detach() for name, values in self.student.parameters.items()}
@@ -200,3 +238,70 @@ def run_lengths(hits: Tensor, lengths: Sequence[int], most: int) -> tuple[Tensor
         counts += alive
     where = [TextRows(int(end - length), int(end), int(end - length), int(end)) for end, length in zip(ends, lengths, strict=True)]
     return counts, where
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One training, from the target's texts to a draft model's folder.
+
+    ``texts`` have the target's last states, but for the loss ``tokens``.  ``out`` holds the checkpoint while the training lasts.
+    """
+
+    target: Checkpoint
+    texts: Sequence[Text]
+    identity: TargetIdentity
+    options: DraftOptions
+    budget: Budget
+    out: Path
+    device: str
+    threads: int | None
+    provenance: Mapping[str, Any]
+
+    def run(self, report: Callable[[str], None]) -> tuple[Path, ...]:
+        """Train, and write model, provenance and curve; gives the files, the model first.
+
+        Raises:
+            ConfigError: too few texts.
+            CapacityError: a file cannot be written.
+        """
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        learned, held_out = split(self.texts)
+        if not learned or not held_out:
+            raise ConfigError(f"a draft model takes at least {MIN_TEXTS} texts, not {len(self.texts)}; ask for more tokens.")
+        target, options, device = self.target, self.options, torch.device(self.device)
+        job = DraftJob(target.architecture, target.weights, learned, held_out, options, device=device)
+        small = job.architecture
+        report(
+            f"{len(learned):,} texts to learn from, {len(held_out)} held out; {small.num_layers} layers of {small.hidden_size}, "
+            f"{small.vocab_size:,} token ids"
+        )
+        settings = {
+            "options": asdict(options),
+            "budget": asdict(self.budget),
+            "target": asdict(self.identity),
+            "texts": _digest(self.texts),
+        }
+        with _deterministic(self.device):
+            position = run(
+                job,
+                self.budget,
+                texts_per_step=options.texts_per_step,
+                seed=options.seed,
+                checkpoint=self.out / CHECKPOINT,
+                settings=settings,
+                report=report,
+            )
+        provenance = {
+            **self.provenance,
+            **settings,
+            "num_texts": len(learned),
+            "steps": position.step,
+            "tokens_seen": position.tokens,
+            "training_seconds": position.seconds,
+            "held_out": dict(position.curve[-1]),
+        }
+        path = save_draft(self.out, target, small, job.tensors(), provenance)
+        curve = write_curve(self.out, f"Draft model for {self.identity.model}", position.curve, SHOWN)
+        (self.out / CHECKPOINT).unlink(missing_ok=True)
+        return (path, *curve)

@@ -4,8 +4,8 @@ Owns: its sizes, its start from the target's weights, and a pass that gradients 
 or how it is saved.
 
 It has the target's settings but for fewer layers, and as an option a smaller hidden size and only the first ids of the vocabulary,
-which in a vocabulary of byte pairs are the most frequent ones.  With the target's hidden size it starts as the target's first and last
-layers; with a smaller one these are projected onto the principal axes of the embedding.
+which in a vocabulary of byte pairs are the most frequent ones.  With the target's hidden size it starts as the target's first and
+last layers; with a smaller one these are projected onto the principal axes of the embedding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foredraft.types import ConfigError, Rows, UnsupportedModelError
 # What quantised blocks and kernels take.
 SIZE_STEP = 32
 # The final norm begins with this share of the target's: few layers are far less sure of the next token than many.
-FIRST_NORM = 0.1
+FIRST_NORM = 0.2
 # Rows of the embedding that the principal axes are taken from.
 MAX_AXES_ROWS = 16384
 BLOCK_SIZE = 16
@@ -71,7 +71,7 @@ def student_architecture(target: Architecture, num_layers: int, hidden_size: int
 
 
 def taken_layers(num_layers: int, num_target_layers: int) -> list[int]:
-    """Which of the target's layers those of the student start from: the first and the last ones, of an odd number more first ones."""
+    """The target's layers that a student starts as: the first and the last ones; of three or more the first half is rounded up."""
     num_first = num_layers // 2 if num_layers < 3 else math.ceil(num_layers / 2)
     return [*range(num_first), *range(num_target_layers - (num_layers - num_first), num_target_layers)]
 
@@ -162,9 +162,7 @@ class Student:
     def hidden(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """What the output head reads of every token of every text, [T, d]; ids beyond the vocabulary are read as the last one."""
         last = self.architecture.vocab_size - 1
-        batch = [
-            Rows([min(token, last) for token in tokens], 0, 0, range(-(-len(tokens) // BLOCK_SIZE))) for tokens in texts
-        ]
+        batch = [Rows([min(token, last) for token in tokens], 0, 0, range(-(-len(tokens) // BLOCK_SIZE))) for tokens in texts]
         states, _ = self._decoder.forward(self._decoder.layout(batch, BLOCK_SIZE), self._storage)
         return self._ops.rms_norm(states, self.tensors["norm"], self.architecture.rms_norm_eps)
 

@@ -49,12 +49,14 @@ def capture(
     records: Sequence[Record],
     taps: tuple[int, ...],
     folder: Path,
+    num_blocks: int,
     block_size: int,
     report: Report = lambda line: None,
 ) -> list[Text]:
     """The records with their states; files in ``folder`` that hold them already are read, others are written.
 
-    ``taps`` as in ``Decoder.forward``, all passes at position 0 of a cache of ``MAX_PASS_ROWS`` tokens at least.
+    ``taps`` as in ``Decoder.forward``.  All of the target's cache, ``num_blocks`` of ``block_size`` tokens, is overwritten; it must
+    have room for the longest record.
 
     Raises:
         CapacityError: a file cannot be written.
@@ -62,10 +64,10 @@ def capture(
     texts, done = list[Text](), 0
     for first in range(0, len(records), TEXTS_PER_FILE):
         part = records[first : first + TEXTS_PER_FILE]
-        path = folder / f"{first:08d}.states"
+        path = folder / "-".join(map(str, taps)) / f"{first:08d}.states"
         states = _read(path, part)
         if states is None:
-            states = _compute(target, part, taps, block_size)
+            states = _compute(target, part, taps, num_blocks, block_size)
             flat = np.concatenate(states)
             tokens = np.array([token for record in part for token in record.tokens], "<u4")
             header = {"kind": KIND, "width": flat.shape[1]}
@@ -91,11 +93,11 @@ def _read(path: Path, records: Sequence[Record]) -> list[Array] | None:
     return np.split(states, np.cumsum([len(record.tokens) for record in records])[:-1])
 
 
-def _compute(target: Tapped, records: Sequence[Record], taps: tuple[int, ...], block_size: int) -> list[Array]:
+def _compute(target: Tapped, records: Sequence[Record], taps: tuple[int, ...], num_blocks: int, block_size: int) -> list[Array]:
     states, batch, used, rows = list[Array](), list[Rows](), 0, 0
     for record in records:
         blocks = -(-len(record.tokens) // block_size)
-        if batch and rows + len(record.tokens) > MAX_PASS_ROWS:
+        if batch and (rows + len(record.tokens) > MAX_PASS_ROWS or used + blocks > num_blocks):
             states += _forward(target, batch, taps)
             batch, used, rows = [], 0, 0
         batch.append(Rows(record.tokens, 0, 0, range(used, used + blocks)))

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from foredraft.types import CapacityError
+from foredraft.types import CapacityError, ConfigError
 
+SECONDS_PER_CHECKPOINT, SECONDS_PER_REPORT = 60.0, 15.0
 Report = Callable[[str], None]
 
 
@@ -30,12 +31,20 @@ class Budget:
     """``epochs`` passes over the texts, or ``hours`` of training where given.
 
     The learning rate rises over ``warmup`` steps and falls to nothing over the last ``decay`` of the budget.
+
+    Raises:
+        ConfigError: nothing to spend.
     """
 
     epochs: float = 8.0
     hours: float | None = None
     warmup: int = 50
     decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("epochs", self.epochs), ("hours", self.hours)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, not {value}; change it.")
 
     def progress(self, epochs: float, seconds: float) -> float:
         """The share of the budget that is used up, 0 to 1."""
@@ -91,8 +100,6 @@ def run(
     settings: Mapping[str, Any],
     report: Report,
     on_evaluate: Callable[[Position], None] = lambda position: None,
-    seconds_per_checkpoint: float = 60.0,
-    seconds_per_report: float = 15.0,
     evaluations: int = 20,
 ) -> Position:
     """Train to the end of the budget, from ``checkpoint`` where it was written under the same ``settings``.
@@ -104,7 +111,9 @@ def run(
     before, started = position.seconds, time.monotonic()
     saved = reported = started
     recent: list[Mapping[str, float]] = []
-    evaluated = len(position.curve)
+    evaluated = 0
+    if position.curve:
+        evaluated = int(budget.progress(position.curve[-1]["epochs"], position.curve[-1]["seconds"]) * evaluations) + 1
     while True:
         position.seconds = before + time.monotonic() - started
         epochs = position.epoch + position.next_text / job.num_texts
@@ -117,7 +126,7 @@ def run(
             report(line(progress, point))
             evaluated, recent = int(progress * evaluations) + 1, []
             on_evaluate(position)
-        if progress >= 1.0 or time.monotonic() - saved >= seconds_per_checkpoint:
+        if progress >= 1.0 or time.monotonic() - saved >= SECONDS_PER_CHECKPOINT:
             save_checkpoint(checkpoint, {"settings": dict(settings), "position": asdict(position), "state": job.state()})
             saved = time.monotonic()
         if progress >= 1.0:
@@ -130,7 +139,7 @@ def run(
         position.next_text += len(texts)
         if position.next_text >= job.num_texts:
             position.epoch, position.next_text = position.epoch + 1, 0
-        if time.monotonic() - reported >= seconds_per_report:
+        if time.monotonic() - reported >= SECONDS_PER_REPORT:
             reported = time.monotonic()
             seconds = before + reported - started
             report(line(progress, {"tokens": position.tokens, "seconds": seconds} | means(recent[-50:])))
@@ -200,7 +209,10 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 def _resume(job: Job, checkpoint: Path, settings: Mapping[str, Any], report: Report) -> Position:
     found = load_checkpoint(checkpoint)
-    if found is None or found["settings"] != dict(settings):
+    if found is None:
+        return Position()
+    if found["settings"] != dict(settings):
+        report(f"{checkpoint} is of a training with other settings or texts; starting anew")
         return Position()
     job.restore(found["state"])
     position = Position(**found["position"])

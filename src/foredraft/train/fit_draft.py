@@ -28,9 +28,9 @@ from foredraft.loader import Checkpoint
 from foredraft.train.collect import MOST_SEED
 from foredraft.train.curve import write_curve
 from foredraft.train.draft_file import save_draft
-from foredraft.train.eagle3 import TextRows, _HeadLoss, _probs, acceptance
+from foredraft.train.eagle3 import HeadLoss, TextRows, acceptance, target_probs
 from foredraft.train.features import Text
-from foredraft.train.fit_eagle3 import _deterministic, _digest, split
+from foredraft.train.fit_eagle3 import deterministic, digest_of, split
 from foredraft.train.loop import Budget, run
 from foredraft.train.student import Student, start_weights, student_architecture
 from foredraft.types import ConfigError, FloatArray, refuse_unknown
@@ -166,7 +166,7 @@ class DraftJob:
         else:
             probs, kind = self._teacher.probs(texts, kept), self._options.loss
         at, scale = torch.arange(len(label)), torch.full((len(label),), 1 / max(1, len(label)))
-        loss, _, right = _HeadLoss.apply(states, head, probs, at.to(self._device), label, scale.to(self._device), kind)
+        loss, _, right = HeadLoss.apply(states, head, probs, at.to(self._device), label, scale.to(self._device), kind)
         return loss, len(label), int(right.sum())
 
     def _predicting(self, texts: Sequence[Text]) -> Tensor:
@@ -225,7 +225,7 @@ class _Teacher:
         states = np.concatenate([text.states[text.num_prompt - 1 : -1, -self._d :] for text in texts])
         rows = torch.from_numpy(states)[kept].to(self._device).float()
         normed = functional.rms_norm(rows, (self._d,), None, self._eps)
-        return _probs(normed.bfloat16() @ self._head.T, 0.0)
+        return target_probs(normed.bfloat16() @ self._head.T, 0.0)
 
 
 def run_lengths(hits: Tensor, lengths: Sequence[int], most: int) -> tuple[Tensor, list[TextRows]]:
@@ -280,9 +280,9 @@ class Fit:
             "options": asdict(options),
             "budget": asdict(self.budget),
             "target": asdict(self.identity),
-            "texts": _digest(self.texts),
+            "texts": digest_of(self.texts),
         }
-        with _deterministic(self.device):
+        with deterministic(self.device):
             position = run(
                 job,
                 self.budget,

@@ -209,6 +209,15 @@ def test_texts_held_out_change_when_more_are_written() -> None:
     assert (len(train), len(held_out)) == (1, 1)
 
 
+def test_questions_are_not_learned_from_or_the_header_of_all_texts_is() -> None:
+    states = random_texts([(8, 5)])[0].states
+    texts = [Text([1, 2, 3, 10 + i, 4, 5, 6, 7], 5, states) for i in range(4)]
+    train, held_out = split(texts)
+    assert [text.num_prompt for text in train] == [3, 3] and [text.num_prompt for text in held_out] == [5, 5]
+    assert [text.num_prompt for text in split([texts[0]] * 4)[0]] == [5, 5]
+    assert job_of(train).batch(train).label.shape == (2 * 4,)
+
+
 def test_shallow_targets_and_other_layers_are_accepted() -> None:
     assert tapped_layers(30) == (2, 15, 27)
     with pytest.raises(UnsupportedModelError, match="5 layers is too shallow"):

@@ -68,7 +68,7 @@ class Eagle3Options:
 
     num_steps: int = 3
     loss: str = "ce"
-    step_decay: float = 1.0
+    step_decay: float = 0.5
     draft_vocab: int = 8192
     learning_rate: float = 2e-3
     texts_per_step: int = 3
@@ -128,11 +128,23 @@ def choose_vocab(texts: Sequence[Text], size: int) -> Tensor:
 
 
 def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """(to learn from, held out): of those with more than one token of an answer."""
+    """(to learn from, held out): of the texts with more than one token of an answer.
+
+    A question is the target's own text too, and learned from; what begins all texts, the header of a chat template, is not.
+    """
     useful = [text for text in texts if len(text.tokens) - text.num_prompt > 1]
     every = HELD_OUT_EVERY if len(useful) >= 2 * HELD_OUT_EVERY else 2
     held = set(range(every - 1, len(useful), every)[:MAX_HELD_OUT])
-    return [text for i, text in enumerate(useful) if i not in held], [useful[i] for i in sorted(held)]
+    header = max(1, _num_common([text.tokens for text in useful]))
+    train = [text._replace(num_prompt=min(header, text.num_prompt)) for i, text in enumerate(useful) if i not in held]
+    return train, [useful[i] for i in sorted(held)]
+
+
+def _num_common(texts: Sequence[list[int]]) -> int:
+    """How many tokens all begin with."""
+    # Of sorted texts the first and the last differ soonest.
+    pairs = zip(min(texts), max(texts), strict=False) if texts else ()
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, texts), default=0))
 
 
 class Eagle3Job:

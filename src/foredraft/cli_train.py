@@ -132,6 +132,73 @@ def eagle3(
         note(f"{file}: {file.stat().st_size:,} bytes")
 
 
+@train.command()
+def draft(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id or an alias.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help='Where the model goes; then {"method": "draft_model", "model": DIR}.')],
+    layers: Annotated[int, typer.Option(metavar="N", help="Layers; with each it is better and slower.")] = 2,
+    hidden: Annotated[int | None, typer.Option(metavar="H", help="Hidden size; the target's own when not given.")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(metavar="V", help="It knows the first V token ids; enough for 95% of the texts when not given.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of answers to learn from.")] = 300_000,
+    hours: Annotated[float | None, typer.Option(metavar="H", help="Hours of training, in place of --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(metavar="E", help="How often to go over the texts.")] = 4.0,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Prompts to answer besides those that the model makes up (JSON Lines).")
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="By the target's distribution: ce (cross-entropy), tv (acceptance), lk (both); by its texts alone: tokens."
+        ),
+    ] = "ce",
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 4e-3,
+    texts_per_step: Annotated[int, typer.Option(help="Texts in a step of the optimiser.")] = 3,
+    seed: Annotated[int, typer.Option(help="Same seed, same model, on the same device with as many threads.")] = 0,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+) -> None:
+    """Train a small draft model that starts as a few of the target's own layers.
+
+    No data set is needed: the model makes up questions and answers them.  Its texts are kept in the cache folder, and the training
+    in DIR: a run that was stopped goes on where it was.
+    """
+    import numpy as np
+
+    from foredraft.array_file import check_writable
+    from foredraft.drafters.ngram_table import TargetIdentity
+    from foredraft.loader import cache_dir
+    from foredraft.target import resolve_device
+    from foredraft.terminal import note
+    from foredraft.train import fit_draft
+    from foredraft.train.collect import Recipe
+    from foredraft.train.draft_file import size_of
+    from foredraft.train.features import Text, capture
+    from foredraft.train.loop import Budget
+
+    options = fit_draft.DraftOptions(layers, hidden, vocab, loss, lr, texts_per_step, seed)
+    budget, recipe = Budget(epochs, hours), Recipe(seed=seed)
+    check_writable(out / fit_draft.CHECKPOINT)
+    llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
+    checkpoint = llm.checkpoint
+    # Whether there can be such a model shows here, before there are texts.
+    options.architecture(checkpoint.architecture)
+    identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
+    records = collector.collect(tokens)
+    if loss == "tokens":
+        texts = [Text(*record, np.empty((0, 0), np.float16)) for record in records]
+    else:
+        states, cache = cache_dir() / "states" / collector.folder.name, (llm.kv.num_blocks, llm.config.block_size)
+        texts = capture(llm.target, records, (checkpoint.architecture.num_layers,), states, *cache, note)
+    on = resolve_device(device or "auto")
+    del llm
+    provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
+    fit = fit_draft.Fit(checkpoint, texts, identity, options, budget, out, on, threads, provenance)
+    for file in fit.run(note):
+        note(f"{file}: {size_of(file):,} bytes")
+
+
 def _collector(
     model: str,
     tokens: int,

@@ -231,15 +231,15 @@ def ttt_loss(
         for factor, one in zip(decay, rows, strict=True)
     ]
     normed, at = network.normed(torch.cat(states)), torch.cat(rows)
-    total, each, right = _HeadLoss.apply(
-        normed, network.lm_head, _probs(batch.target, hard), at, batch.label[at], torch.cat(weights), loss
+    total, each, right = HeadLoss.apply(
+        normed, network.lm_head, target_probs(batch.target, hard), at, batch.label[at], torch.cat(weights), loss
     )
     sizes = [len(one) for one in rows]
     parts = zip(sizes, each.split(sizes), right.split(sizes), strict=True)
     return total, [StepResult(size, float(one.mean()), float(hits.float().mean())) for size, one, hits in parts]
 
 
-def _probs(target: Tensor, hard: float) -> Tensor:
+def target_probs(target: Tensor, hard: float) -> Tensor:
     """Probabilities of the target in the draft vocabulary, of which ``hard`` is moved to the likeliest token."""
     out = torch.empty_like(target, dtype=torch.bfloat16)
     for start in range(0, len(target), CHUNK_ROWS):
@@ -251,7 +251,7 @@ def _probs(target: Tensor, hard: float) -> Tensor:
     return out
 
 
-class _HeadLoss(torch.autograd.Function):
+class HeadLoss(torch.autograd.Function):
     """Output head and loss at once, some rows after the others, so that what is as wide as the vocabulary stays in the cache.
 
     ``normed`` [n, d], ``weight`` [V', d], ``probs`` [R, V'] of which row ``at`` [n] is each row's, ``label`` [n], ``scale`` [n]
@@ -265,6 +265,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, normed: Tensor, weight: Tensor, probs: Tensor, at: Tensor, label: Tensor, scale: Tensor, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See the class; the gradients are computed along the way."""
         low, x = weight.to(probs.dtype), normed.to(probs.dtype)
         grad_x, grad_w = torch.empty_like(x), None
         each, right = torch.empty(len(x), device=x.device), torch.empty(len(x), dtype=torch.bool, device=x.device)
@@ -286,6 +287,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Scale the gradients of ``forward``."""
         grad_x, grad_w = ctx.saved_tensors
         return grad_x * scale.to(grad_x.dtype), None if grad_w is None else grad_w.mul_(scale), None, None, None, None, None
 

@@ -307,10 +307,10 @@ class Fit:
             "budget": asdict(self.budget),
             "identity": asdict(self.identity),
             "taps": list(self.taps),
-            "texts": _digest(self.texts),
+            "texts": digest_of(self.texts),
         }
         checkpoint = self.out / CHECKPOINT
-        with _deterministic(self.device):
+        with deterministic(self.device):
             position = run(
                 job,
                 self.budget,
@@ -349,13 +349,14 @@ def coverage(texts: Sequence[Text], vocab: Tensor) -> float:
     return sum(token in known for token in tokens) / max(1, len(tokens))
 
 
-def _digest(texts: Sequence[Text]) -> str:
+def digest_of(texts: Sequence[Text]) -> str:
+    """A digest of the tokens of texts, and of where their answers begin."""
     parts = json.dumps([[text.num_prompt, text.tokens] for text in texts])
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def _deterministic(device: str) -> Iterator[None]:
+def deterministic(device: str) -> Iterator[None]:
     """Within, torch uses deterministic kernels where it has them; on a CPU it does anyway."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(device != "cpu", warn_only=True)

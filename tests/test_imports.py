@@ -82,6 +82,7 @@ ORDER = (
     "chat",
     "demo",
     "server",
+    "cli_serve",
     "testing",
     "cli",
     "__main__",

@@ -228,8 +228,8 @@ class Controller:
         if self._trace is not None:
             self._trace({"step": self._num_steps, **decision()})
 
-    def account(self, plan: StepPlan, counts: Seq[int], num_emitted: int, milliseconds: Mapping[str, float]) -> None:
-        """Learn what a step took."""
+    def account(self, plan: StepPlan, counts: Seq[int], num_emitted: int, milliseconds: Mapping[str, float]) -> float:
+        """Learn what a step took; the plain steps that would have fitted into its time, 1 where a pass does other work too."""
         num_slots, num_drafts, work = len(plan.seqs), sum(counts), plan.work
         self._num_steps += 1
         self._last = (num_slots, num_drafts)
@@ -242,14 +242,17 @@ class Controller:
             for name in plan.probed:
                 self._records[name].credit -= own / len(plan.asked)
         if not num_slots or not num_emitted:
-            return
+            return 1.0
         self._since_plain = self._since_plain + 1 if num_drafts else 0
         self._per_token.add(1e-3 * milliseconds["verify"] / num_emitted)
         self._per_step.add(1e-3 * (milliseconds["schedule"] + milliseconds["rest"]))
-        if work.num_rows == num_slots:  # a pass that also computes part of a prompt tells nothing about either
-            self.cost.observe(work, num_drafts, 1e-3 * milliseconds["pass"])
-            self._emitted.add(num_emitted)
-            self._plain_emitted.add(num_slots * total / self._plain_seconds(work, num_slots))
+        if work.num_rows != num_slots:  # a pass that also computes part of a prompt tells nothing about either
+            return 1.0
+        self.cost.observe(work, num_drafts, 1e-3 * milliseconds["pass"])
+        num_plain = total / self._plain_seconds(work, num_slots)
+        self._emitted.add(num_emitted)
+        self._plain_emitted.add(num_slots * num_plain)
+        return num_plain
 
     def _plain_seconds(self, work: PassWork, num_slots: int) -> float:
         """A whole step without drafts."""
@@ -432,8 +435,11 @@ class StepPlan:
 
     # -------------------------------------------------------------------------------------------- learning
 
-    def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> None:
-        """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase."""
+    def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> float:
+        """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase.
+
+        Returns the number of plain steps that would have fitted into the time of this one, by the present estimates.
+        """
         controller = self._controller
         for i, slot in self._slots.items():
             if counts[i] and slot.seq.adaptive:
@@ -445,7 +451,7 @@ class StepPlan:
                 first = next((tokens for tokens in slot.audited.values() if tokens), ())
                 controller.audits[slot.seq.seq_id] = Audit({**slot.audited, "": first}, self._row_price, self._worth)
         controller.compare(self.seqs, emitted)
-        controller.account(self, counts, sum(map(len, emitted)), milliseconds)
+        return controller.account(self, counts, sum(map(len, emitted)), milliseconds)
 
 
 def replay_decision(decision: Mapping[str, Any]) -> list[int]:

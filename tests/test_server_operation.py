@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft import cli
+from foredraft.server import serve
 from foredraft.server.gate import Keys
 from foredraft.server.problems import Problem
 from foredraft.server.serve import JsonLines, listen
@@ -373,3 +375,42 @@ def test_the_live_state_is_blank_while_an_answer_is_written(server: Running) -> 
     assert state["running"] == 4 and 0.0 < state["kv_usage"] <= 1.0 and state["k"] > 0.0 and state["pass_ms"] > 0.0
     assert (state["state"], state["drafter"]) == ("on", "ngram")
     assert state["tokens_per_second"] > 0.0 and state["history"][-1]["k"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "70000"], "port must be from 0 to 65535"),
+        (["--max-choices", "0"], "max_choices must be from 1 to 64"),
+        (["--api-key", "two words"], "API key"),
+        (["--kv-cache-memory", "much"], "kv_cache_memory"),
+        (["--host", "nowhere.invalid", "--port", "0"], "cannot listen on nowhere.invalid:0"),
+    ],
+)
+def test_a_wrong_option_is_found_out_after_the_model_is_loaded(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "no-such-model.gguf", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_options_do_not_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ServerConfig] = []
+    monkeypatch.setattr(serve, "serve", lambda open_llm, config, tell: found.append(config))
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "first second")
+    arguments = [
+        "--cors-origin",
+        "http://a",
+        "--cors-origin",
+        "http://b",
+        "--max-queue",
+        "3",
+        "--log-prompts",
+        "--drain-timeout",
+        "7",
+    ]
+    assert cli.main(["serve", "m", *arguments]) == 0
+    expected = ServerConfig(
+        api_keys=("first", "second"), cors_origins=("http://a", "http://b"), max_queue=3, log_prompts=True, drain_timeout=7.0
+    )
+    assert found == [expected]

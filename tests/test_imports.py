@@ -85,6 +85,7 @@ ORDER = (
     "chat",
     "demo",
     "server",
+    "cli_serve",
     "testing",
     "cli",
     "__main__",

@@ -102,6 +102,8 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "finish_reason": None,
         "stop_reason": None,
         "origins": [],
+        "drafter": "none",
+        "num_drafted": 0,
     },
     RequestOutput: {
         "request_id": REQUIRED,

@@ -1,4 +1,4 @@
-"""The command line: ``foredraft generate | chat | bench | experiments | plan | train | models | demo``.
+"""The command line: ``foredraft generate | chat | serve | bench | experiments | plan | train | models | demo``.
 
 Owns: commands, options and exit codes (0 done, 1 a check failed, 2 the user's mistake, 130 stopped by Ctrl-C).  Does not know: how
 anything is computed; each command imports what it needs when it runs, so that ``--help`` is quick.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft import __version__, cli_bench, cli_models, cli_plan, cli_train
+from foredraft import __version__, cli_bench, cli_models, cli_plan, cli_serve, cli_train
 from foredraft.cli_options import (
     Device,
     Dtype,
@@ -271,6 +271,7 @@ def chat(
 
 # ------------------------------------------------------------------------------------------------ the others
 
+app.command()(cli_serve.serve)
 app.command()(cli_bench.bench)
 app.command()(cli_bench.experiments)
 app.command()(cli_plan.plan)

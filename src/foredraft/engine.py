@@ -105,6 +105,16 @@ class Engine:
         """True while a sequence waits or runs."""
         return bool(self._scheduler.waiting or self._scheduler.running)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait to be admitted."""
+        return len(self._scheduler.waiting)
+
     def check(self, num_tokens: int, max_tokens: int) -> None:
         """Raise RequestError when a prompt of ``num_tokens`` could not be served."""
         limit = self._target.max_model_len
@@ -299,10 +309,12 @@ class Engine:
             return
         verified = [item for item in work if item.complete]
         num_drafted = [len(item.draft.tokens) for item in verified]
-        plan.learn(num_drafted, [item.verdict.tokens for item in verified], watch.milliseconds)
+        num_plain = plan.learn(num_drafted, [item.verdict.tokens for item in verified], watch.milliseconds)
         for item in verified:
             counts = len(item.draft.tokens), item.verdict.num_accepted, len(item.verdict.tokens)
             item.seq.stats.count(*counts)
+            item.seq.stats.plain_tokens += num_plain
+            item.seq.last_drafter = item.drafter
             self.metrics.count_pass(item.drafter, *counts)
         for item in work:
             for phase, milliseconds in watch.milliseconds.items():

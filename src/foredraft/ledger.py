@@ -167,8 +167,8 @@ class Ledger:
 
     def account(
         self, work: PassWork, num_slots: int, num_drafts: int, calls: Calls, num_emitted: int, milliseconds: Mapping[str, float]
-    ) -> None:
-        """Learn what a step took."""
+    ) -> float:
+        """Learn what a step took; the plain steps that would have fitted into its time, 1 where a pass does other work too."""
         self._num_steps += 1
         self._last = (num_slots, num_drafts)
         total = 1e-3 * sum(milliseconds.values())
@@ -181,14 +181,17 @@ class Ledger:
             for name in calls.probed:
                 self._records[name].credit -= own
         if not num_slots or not num_emitted:
-            return
+            return 1.0
         self._since_plain = self._since_plain + 1 if num_drafts else 0
         self._per_token.add(1e-3 * milliseconds["verify"] / num_emitted)
         self._per_step.add(1e-3 * (milliseconds["schedule"] + milliseconds["rest"]))
-        if work.num_rows == num_slots:  # a pass that also computes part of a prompt tells nothing about either
-            self.cost.observe(work, num_drafts, 1e-3 * milliseconds["pass"])
-            self._emitted.add(num_emitted)
-            self._plain_emitted.add(num_slots * total / self.plain_seconds(work, num_slots))
+        if work.num_rows != num_slots:  # a pass that also computes part of a prompt tells nothing about either
+            return 1.0
+        self.cost.observe(work, num_drafts, 1e-3 * milliseconds["pass"])
+        num_plain = total / self.plain_seconds(work, num_slots)
+        self._emitted.add(num_emitted)
+        self._plain_emitted.add(num_slots * num_plain)
+        return num_plain
 
     def plain_seconds(self, work: PassWork, num_slots: int) -> float:
         """A whole step without drafts."""

@@ -62,6 +62,7 @@ class Request:
     submitted: float
     first_token: float | None = None
     num_taken: list[int] = field(default_factory=list)
+    num_drafted_taken: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -318,7 +319,10 @@ class LLM:
             for index, sink in enumerate(texts)
         ]
         self._num_seqs += params.n
-        request = Request(str(self._num_requests), text, params, seed, seqs, texts, time.perf_counter(), num_taken=[0] * params.n)
+        zeros = [0] * params.n
+        request = Request(
+            str(self._num_requests), text, params, seed, seqs, texts, time.perf_counter(), None, list(zeros), list(zeros)
+        )
         self._num_requests += 1
         for seq in seqs:
             self._requests[seq.seq_id] = request
@@ -425,7 +429,9 @@ class LLM:
         outputs = []
         for index, (seq, text) in enumerate(zip(request.seqs, request.texts, strict=True)):
             start = request.num_taken[index] if only_new else 0
-            request.num_taken[index] = seq.num_output
+            num_drafted = seq.stats.drafted_tokens
+            drafted_start = request.num_drafted_taken[index] if only_new else 0
+            request.num_taken[index], request.num_drafted_taken[index] = seq.num_output, num_drafted
             finished = seq.finish_reason is not None
             outputs.append(
                 CompletionOutput(
@@ -437,6 +443,8 @@ class LLM:
                     finish_reason=seq.finish_reason,
                     stop_reason=seq.stop_reason,
                     origins=seq.origins[start:],
+                    drafter=seq.last_drafter,
+                    num_drafted=num_drafted - drafted_start,
                 )
             )
         first = request.seqs[0]

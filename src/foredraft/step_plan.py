@@ -259,8 +259,11 @@ class StepPlan:
 
     # -------------------------------------------------------------------------------------------- learning
 
-    def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> None:
-        """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase."""
+    def learn(self, counts: Seq[int], emitted: Seq[Seq[int]], milliseconds: Mapping[str, float]) -> float:
+        """Learn from what each sequence really verified (``counts``) and emitted, and from the time of each phase.
+
+        Returns the number of plain steps that would have fitted into the time of this one, by the present estimates.
+        """
         ledger = self._ledger
         for i, slot in self._slots.items():
             if counts[i] and slot.seq.adaptive:
@@ -272,4 +275,4 @@ class StepPlan:
                 first = next((tokens for tokens in slot.audited.values() if tokens), ())
                 ledger.audits[slot.seq.seq_id] = Audit({**slot.audited, "": first}, self._row_price, self._worth)
         ledger.compare(self.seqs, emitted)
-        ledger.account(self.work, len(self.seqs), sum(counts), self._calls, sum(map(len, emitted)), milliseconds)
+        return ledger.account(self.work, len(self.seqs), sum(counts), self._calls, sum(map(len, emitted)), milliseconds)

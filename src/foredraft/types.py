@@ -99,6 +99,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=lambda: SpeculationStats())
+    last_drafter: str = "none"
 
     @property
     def num_output(self) -> int:
@@ -260,7 +261,8 @@ PHASES = ("schedule", "draft", "pass", "verify", "rest")
 class SpeculationStats:
     """Counters of one request, or of a whole engine.  ``milliseconds`` are wall time by phase.
 
-    A batch's time is counted in full for each of its requests: it is the time that the request waited.
+    A batch's time is counted in full for each of its requests: it is the time that the request waited.  ``plain_tokens`` are those
+    that plain decoding would have given a request in the same time, by the estimates of the moment.
     """
 
     drafted_tokens: int = 0
@@ -270,6 +272,12 @@ class SpeculationStats:
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     milliseconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    plain_tokens: float = 0.0
+
+    @property
+    def speedup_estimate(self) -> float:
+        """Emitted tokens over ``plain_tokens``; 1 before the first."""
+        return self.emitted_tokens / self.plain_tokens if self.plain_tokens > 0.0 else 1.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -302,6 +310,7 @@ class SpeculationStats:
             total.accepted_tokens += part.accepted_tokens
             total.emitted_tokens += part.emitted_tokens
             total.target_passes += part.target_passes
+            total.plain_tokens += part.plain_tokens
             for name in ("drafted_per_position", "accepted_per_position"):
                 pairs = zip_longest(getattr(total, name), getattr(part, name), fillvalue=0)
                 setattr(total, name, [a + b for a, b in pairs])

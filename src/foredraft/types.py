@@ -30,6 +30,7 @@ from foredraft.errors import refuse_unknown as refuse_unknown
 from foredraft.params import MAX_LOGPROBS as MAX_LOGPROBS
 from foredraft.params import MAX_STOP_STRINGS as MAX_STOP_STRINGS
 from foredraft.params import SamplingParams as SamplingParams
+from foredraft.structured import StructuredOutputs as StructuredOutputs
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]

@@ -27,6 +27,7 @@ ORDER = (
     "weights",
     "metrics",
     "sampling",
+    "grammar",
     "verify",
     "cost",
     "planner",

@@ -24,6 +24,7 @@ NONE, AUTO = "none", "auto"
 MODEL_FREE = ("ngram", "suffix")
 NOT_YET = ("eagle", "eagle3")
 _MODULES = {
+    "forced": "foredraft.drafters.forced",
     "draft_model": "foredraft.drafters.draft_model",
     "ngram": "foredraft.drafters.ngram",
     "suffix": "foredraft.drafters.suffix",
@@ -35,15 +36,16 @@ def available(extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
     return tuple(sorted({NONE, AUTO, *_MODULES, *extra, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
 
 
-def members(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
+def members(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}, *, has_grammar: bool = False) -> tuple[str, ...]:
     """Names of the drafters that a method may ask.
 
-    ``auto`` asks those without a model, the draft model that ``config.model`` names, and the caller's own.
+    ``auto`` asks those without a model, the draft model that ``config.model`` names, and the caller's own; for a request whose
+    answer must follow a grammar also the one that drafts what must come.
     """
     if config.method == NONE:
         return ()
     if config.method == AUTO:
-        return (*MODEL_FREE, *(("draft_model",) if config.model is not None else ()), *extra)
+        return (*(("forced",) if has_grammar else ()), *MODEL_FREE, *(("draft_model",) if config.model is not None else ()), *extra)
     return (config.method,)
 
 
@@ -72,7 +74,7 @@ def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -
     """
     for name in members(config, extra):
         _factory(name, extra)
-    if config.model is not None and config.method in (NONE, *MODEL_FREE):
+    if config.model is not None and config.method in (NONE, "forced", *MODEL_FREE):
         raise ConfigError(
             f"method {config.method!r} takes no model, but model is {config.model!r}; remove it or use 'draft_model'."
         )

@@ -55,7 +55,9 @@ class _Tokens:
         self._encode = table.encode
         self.eos_token_id, self.bos_token_id = table.vocab_size, None
         self.tokens = [*(table.bytes_of(token) for token in range(table.vocab_size)), b"<|end|>"]
-        self.special_token_ids = [*sorted(token for token in table.special_ids if token < table.vocab_size), table.vocab_size]
+        # An end-of-sequence token ends the answer, so whatever its text is, it must never be taken for it.
+        special = {token for token in (*table.special_ids, *table.eos_ids) if token < table.vocab_size}
+        self.special_token_ids = [*sorted(special), table.vocab_size]
 
     def __call__(self, text: str) -> list[int]:
         return list(self._encode(text))

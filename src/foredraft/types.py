@@ -118,7 +118,6 @@ class Sequence:
     sample_index: int = 0
     rules: TokenRules = field(default_factory=TokenRules)
     sink: TextSink | None = None
-    grammar: Grammar | None = None
     tenant: str = ""
     drafters: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
@@ -131,6 +130,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=lambda: SpeculationStats())
+    grammar: Grammar | None = None
 
     @property
     def num_output(self) -> int:

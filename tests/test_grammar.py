@@ -145,6 +145,30 @@ def test_what_must_come_is_not_known_or_more_is_said_than_must_come() -> None:
     assert max(map(len, seen)) >= 2 and text(seq.tokens[2:]).startswith("abcab")
 
 
+def test_a_tokenizer_that_adds_a_space_or_normalises_breaks_the_shape() -> None:
+    """What must come is asked of the tokenizer, and is believed only if it is the very text."""
+    pieces = (b"a", b"b", b"c", b"ab", b" a", b" ab", b"\n", b"AB")
+
+    def spaced(text: str) -> list[int]:
+        return [pieces.index(piece.encode()) for piece in re.findall(" ab| a|ab|a|b|c|\n", " " + text)]
+
+    def lossy(text: str) -> list[int]:
+        return [pieces.index(b"AB")] * (len(text) // 2)
+
+    for encode_so, forced in (
+        (spaced, [3, 2, 3, 1]),
+        (lossy, [3, 2, 3, 1]),
+        (lambda text: [], [3, 2, 3, 1]),
+        (lambda text: [99], [3, 2, 3, 1]),
+    ):
+        grammar = Grammars(TokenTable(8, lambda token: pieces[token], encode_so)).start(StructuredOutputs(regex="abcabb(a|b)"))
+        seq = Sequence(0, [0], 1, SamplingParams(), 0, grammar=grammar)
+        while not grammar.is_complete(seq):
+            assert grammar.forced(seq, 9) == tuple(forced[len(seq.tokens) - 1 :]), seq.tokens
+            seq.tokens.append(min(allowed(grammar, seq) or ()))
+        assert seq.tokens == [0, *forced, 0]
+
+
 def test_the_masks_do_not_reach_the_distribution_or_leave_nothing_unexplained() -> None:
     seq = start(regex="a|b")[1]
     logits = np.array([0.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0], dtype=np.float32)

@@ -49,7 +49,11 @@ class TokenTable:
 
 
 class _Tokens:
-    """The table as llguidance takes it; the last token is its end-of-sequence."""
+    """The table as llguidance takes it; the last token is its end-of-sequence.
+
+    Text that must come is written as the model's tokenizer does, and llguidance takes that for the very text.  But SentencePiece
+    begins every text with a space, and others normalise.
+    """
 
     def __init__(self, table: TokenTable) -> None:
         self._encode = table.encode
@@ -60,7 +64,29 @@ class _Tokens:
         self.special_token_ids = [*sorted(special), table.vocab_size]
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._encode(text))
+        wanted = text.encode("utf-8")
+        for before in ("", "\n"):
+            ids = list(self._encode(before + text))
+            for start in range(min(len(ids), 1 + 3 * len(before))):
+                if self._bytes_of(ids[start:]) == wanted:
+                    return ids[start:]
+        return self._longest(wanted)
+
+    def _bytes_of(self, ids: Seq[int]) -> bytes:
+        return b"".join(self.tokens[token] if token < self.eos_token_id else b"" for token in ids)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """The longest piece that fits, again and again, as far as it goes."""
+        ids, most = [], max(map(len, self._pieces), default=0)
+        while data and (fitting := [n for n in range(1, most + 1) if data[:n] in self._pieces]):
+            ids.append(self._pieces[data[: fitting[-1]]])
+            data = data[fitting[-1] :]
+        return ids
+
+    @cached_property
+    def _pieces(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
 
 
 class Grammars:
@@ -177,6 +203,8 @@ class SequenceGrammar:
             self._num_known = num_output
             for length in [length for length in self._masks if length < num_output]:
                 del self._masks[length]
+        if len(path) < num_output and rest[taken] not in self._eos_ids and not self._is_broken:
+            self._break(f"token {rest[taken]} cannot be taken")
         return taken == len(rest) or self._is_broken
 
     def _take(self, tokens: list[int]) -> int:
@@ -186,7 +214,7 @@ class SequenceGrammar:
             self._renew()
             taken = self._matcher.try_consume_tokens(tokens)
         if self._matcher.is_error():
-            self._break()
+            self._break(_reason(self._matcher))
         return taken
 
     def _renew(self) -> None:
@@ -197,8 +225,8 @@ class SequenceGrammar:
         self._matcher = self._anew()
         self._matcher.try_consume_tokens(self._path)
 
-    def _break(self) -> None:
-        self.error = f"structured_outputs.{self._kind} is too complex to be followed ({_reason(self._matcher)}); simplify it."
+    def _break(self, reason: str) -> None:
+        self.error = f"structured_outputs.{self._kind} is too complex to be followed ({reason}); simplify it."
         self._is_broken = True
 
     def _mask(self) -> BoolArray:
@@ -216,7 +244,7 @@ class SequenceGrammar:
             self._renew()
             bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self._break()
+            self._break(_reason(self._matcher))
             return np.zeros(self._vocab_size + 1, dtype=bool)
         mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size + 1, bitorder="little").view(bool)
         mask[list(self._eos_ids)] |= mask[-1]

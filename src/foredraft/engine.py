@@ -365,12 +365,16 @@ def _sound(seq: Sequence, draft: Draft, num_wanted: int, vocab_size: int) -> Dra
 
     A drafter may say anything: what was asked for is kept, up to the first id that the target cannot say.  Of a drawn draft
     that id is kept too.  It is rejected, and no pass computes it; to drop it would make the draft's length depend on the draw
-    itself, and then the rules that weigh draft probabilities are biased.
+    itself, and then the rules that weigh draft probabilities are biased.  What comes after an end is dropped: nobody receives it.
     """
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
     tokens = draft.tokens[:num_wanted]
-    return _cut(draft, min(_num_possible(seq, tokens, vocab_size) + (draft.probs is not None), len(tokens)))
+    num_possible = _num_possible(seq, tokens, vocab_size)
+    if draft.probs is None or num_possible == len(tokens):
+        return _cut(draft, num_possible)
+    is_at_end = seq.grammar is not None and seq.grammar.allowed(seq, tokens[:num_possible]) is None
+    return _cut(draft, num_possible + (not is_at_end))
 
 
 def _num_possible(seq: Sequence, tokens: tuple[int, ...], vocab_size: int) -> int:

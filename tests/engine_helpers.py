@@ -22,13 +22,26 @@ from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.ngram_table import NgramTable
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.engine import Emission, Engine
+from foredraft.grammar import Grammars, TokenTable
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Detokenizer
 from foredraft.replay import Record
 from foredraft.sampling import STREAM_TARGET, PositionNoise, distribution, token_logprobs
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.train.suffix import fit
-from foredraft.types import Clock, Drafter, FloatArray, SamplingParams, Sequence, Target, TextSink, TokenLogprobs, TokenRules
+from foredraft.types import (
+    Clock,
+    Drafter,
+    FloatArray,
+    Grammar,
+    RequestError,
+    SamplingParams,
+    Sequence,
+    Target,
+    TextSink,
+    TokenLogprobs,
+    TokenRules,
+)
 from foredraft.verify import RULES, Rule
 from toy_head import toy_eagle
 
@@ -61,6 +74,24 @@ def letter_sink(prompt: Seq[int], params: SamplingParams) -> TextSink:
     return LetterSink(params.stop)
 
 
+@cache
+def _letter_grammars(vocab_size: int, eos_ids: frozenset[int]) -> Grammars:
+    def encode(text: str) -> list[int]:
+        return [token for char in text for token in range(vocab_size) if letter(token) == char]
+
+    return Grammars(TokenTable(vocab_size, lambda token: letter(token).encode(), encode, eos_ids=eos_ids))
+
+
+def letter_grammar(request: Request) -> Grammar | None:
+    """What the request asks for, over eight letters; None also where these cannot write it."""
+    if request.params.structured_outputs is None:
+        return None
+    try:
+        return _letter_grammars(8, request.rules.eos_ids).start(request.params.structured_outputs)
+    except RequestError:
+        return None
+
+
 @dataclass(frozen=True)
 class Request:
     """What a sequence is made of, as often as needed."""
@@ -88,6 +119,7 @@ class Request:
             () if drafter == "none" else tuple(drafter.split("+")),
             num_speculative_tokens,
             adaptive,
+            grammar=letter_grammar(self),
         )
 
     def but(self, **changes: object) -> Request:
@@ -240,6 +272,8 @@ def reference(request: Request, target: LabTarget) -> Outcome:
             finish, stop = "stop", token
         elif word is not None:
             finish, stop = "stop", word
+        elif seq.grammar is not None and seq.grammar.is_complete(seq):
+            finish = "stop"
         elif seq.num_output == params.max_tokens or len(seq.tokens) == target.max_model_len:
             finish = "length"
     tokens = tuple(seq.tokens[seq.num_prompt :])

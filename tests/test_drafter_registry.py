@@ -14,6 +14,7 @@ import pytest
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters import registry, shipped
 from foredraft.drafters.context import DrafterContext, DrafterFactory
+from foredraft.drafters.forced import ForcedDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.ngram_table import TargetIdentity
 from foredraft.drafters.registry import available, create, members
@@ -50,7 +51,8 @@ def make(method: str, **extra: DrafterFactory) -> Drafter:
 def test_each_name_gives_its_drafter() -> None:
     assert isinstance(make("ngram"), NgramDrafter)
     assert isinstance(make("suffix"), SuffixDrafter)
-    assert {"auto", "draft_model", "ngram", "none", "suffix"} <= set(available())
+    assert isinstance(make("forced"), ForcedDrafter)
+    assert {"auto", "draft_model", "forced", "ngram", "none", "suffix"} <= set(available())
 
 
 def test_a_method_asks_other_drafters_than_it_names() -> None:
@@ -58,6 +60,9 @@ def test_a_method_asks_other_drafters_than_it_names() -> None:
     assert members(SpeculativeConfig("none"), extra) == ()
     assert members(SpeculativeConfig("suffix"), extra) == ("suffix",)
     assert members(SpeculativeConfig("auto"), extra) == ("ngram", "suffix", "echo")
+    assert members(SpeculativeConfig("auto"), extra, has_grammar=True) == ("forced", "ngram", "suffix", "echo")
+    assert members(SpeculativeConfig("suffix"), has_grammar=True) == members(SpeculativeConfig("suffix")) == ("suffix",)
+    assert members(SpeculativeConfig("none"), has_grammar=True) == ()
     assert members(SpeculativeConfig("auto", model="small")) == ("ngram", "suffix", "draft_model")
 
 

@@ -17,6 +17,7 @@ PACKAGE = REPOSITORY / "src" / "foredraft"
 # A module imports only from rows before its own.  A package is one row; within it modules may import each other, but not in a ring.
 ORDER = (
     "errors",
+    "structured",
     "params",
     "types",
     "config",
@@ -26,6 +27,7 @@ ORDER = (
     "weights",
     "metrics",
     "sampling",
+    "grammar",
     "verify",
     "cost",
     "planner",

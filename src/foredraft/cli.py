@@ -21,15 +21,18 @@ from typer.core import TyperGroup
 
 from foredraft import __version__, cli_bench, cli_models, cli_plan, cli_serve, cli_train
 from foredraft.cli_options import (
+    Choice,
     Device,
     Dtype,
     IgnoreEos,
+    JsonSchema,
     KvMemory,
     MaxModelLen,
     MaxTokens,
     MinP,
     Model,
     Ops,
+    Regex,
     Seed,
     ShowDrafts,
     Speculative,
@@ -41,6 +44,7 @@ from foredraft.cli_options import (
     TopP,
     engine_options,
     given,
+    structured_outputs,
 )
 
 if TYPE_CHECKING:
@@ -159,6 +163,9 @@ def generate(
     min_p: MinP = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choice = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: this many likeliest tokens at each place.")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of answers.")] = None,
     speculative_config: Speculative = None,
@@ -184,6 +191,7 @@ def generate(
     if show_drafts and as_json:
         raise typer.BadParameter("the JSON names the origin of every token; leave it out.", param_hint="--show-drafts")
     sampling = given(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p)
+    sampling |= structured_outputs(json_schema, regex, choice)
     params = SamplingParams(**sampling, **given(stop=stop, ignore_eos=ignore_eos, logprobs=logprobs, n=n))
     engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory)
     if prompt == "-":

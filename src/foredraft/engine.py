@@ -52,7 +52,7 @@ class _Work:
     """One sequence's part of a step: ``num_rows`` known tokens, then ``draft``; ``verdict`` is what was emitted.
 
     ``heard`` are the drafts that were proposed, by drafter; ``draft`` is what of one is verified.  ``judged`` is ``draft``, and
-    behind it the drawn id beyond the vocabulary that ended it, if that is why it ended.
+    behind it the drawn id that the target cannot say and that ended it, if that is why it ended.
     """
 
     seq: Sequence
@@ -183,7 +183,8 @@ class Engine:
             start = self._clock()
             proposed = self._drafters[ask.drafter].propose([ready[i].seq for i in ask.slots], ask.num_tokens)
             seconds = self._clock() - start
-            drafts = [_sound(draft, num, vocab_size) for draft, num in zip(proposed, ask.num_tokens, strict=True)]
+            asked = zip(ask.slots, proposed, ask.num_tokens, strict=True)
+            drafts = [_sound(ready[i].seq, draft, num, vocab_size) for i, draft, num in asked]
             for i, draft in zip(ask.slots, drafts, strict=True):
                 ready[i].heard[ask.drafter] = draft
             plan.hear(ask, drafts, seconds)
@@ -191,7 +192,7 @@ class Engine:
             # A draft never pushes another request out of the cache: without room there is none.
             if num_tokens and self._kv.reserve(item.seq.seq_id, len(item.seq.tokens) + num_tokens):
                 item.drafter, item.judged = name, _cut(item.heard[name], num_tokens)
-                item.draft = _cut(item.judged, num_tokens - (item.judged.tokens[-1] not in range(vocab_size)))
+                item.draft = _cut(item.judged, _num_possible(item.seq, item.judged.tokens, vocab_size))
 
     def _pass(self, work: list[_Work]) -> PassOutput:
         batch = []
@@ -286,6 +287,8 @@ class Engine:
             seq.finish_reason, seq.stop_reason = "stop", token
         elif stop_string is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop_string
+        elif seq.grammar is not None and seq.grammar.is_complete(seq):
+            seq.finish_reason = "stop"
         elif num_output >= params.max_tokens or len(seq.tokens) >= self._target.max_model_len:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
@@ -368,20 +371,29 @@ def _select(hidden: FloatArray, taps: tuple[int, ...], layers: tuple[int, ...]) 
     return columns[:, [taps.index(layer) for layer in layers]].reshape(len(hidden), len(layers) * columns.shape[2])
 
 
-def _sound(draft: Draft, num_wanted: int, vocab_size: int) -> Draft:
+def _sound(seq: Sequence, draft: Draft, num_wanted: int, vocab_size: int) -> Draft:
     """What of a draft a rule may judge.
 
-    A drafter may say anything: what was asked for is kept, up to the first id that is no token of the target.  Of a drawn draft
-    that id is kept too.  The target never says it, so it is rejected, and no pass computes it; to drop it would make the
-    draft's length depend on the draw itself, and then the rules that weigh draft probabilities are biased.
+    A drafter may say anything: what was asked for is kept, up to the first id that the target cannot say.  Of a drawn draft
+    that id is kept too.  It is rejected, and no pass computes it; to drop it would make the draft's length depend on the draw
+    itself, and then the rules that weigh draft probabilities are biased.  What comes after an end is dropped: nobody receives it.
     """
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
     if type(draft.tokens) is not tuple or any(type(token) is not int for token in draft.tokens):
         draft = replace(draft, tokens=tuple(int(token) for token in draft.tokens))
     tokens = draft.tokens[:num_wanted]
+    num_possible = _num_possible(seq, tokens, vocab_size)
+    if draft.probs is None or num_possible == len(tokens):
+        return _cut(draft, num_possible)
+    is_at_end = seq.grammar is not None and seq.grammar.allowed(seq, tokens[:num_possible]) is None
+    return _cut(draft, num_possible + (not is_at_end))
+
+
+def _num_possible(seq: Sequence, tokens: tuple[int, ...], vocab_size: int) -> int:
+    """Length of a draft up to the first id that is no token of the target, or that the sequence's grammar forbids."""
     num_known = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
-    return _cut(draft, min(num_known + (draft.probs is not None), len(tokens)))
+    return num_known if seq.grammar is None else seq.grammar.num_allowed(seq, tokens[:num_known])
 
 
 def _cut(draft: Draft, length: int) -> Draft:

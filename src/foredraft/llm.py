@@ -26,6 +26,7 @@ from foredraft.drafters.context import DrafterContext, DrafterFactory, DraftMode
 from foredraft.drafters.ngram_table import TargetIdentity
 from foredraft.drafters.shipped import Target as ShippedTarget
 from foredraft.engine import Emission, Engine
+from foredraft.grammar import Grammars, TokenTable
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint, Detokenizer, Progress, cache_dir, load_checkpoint
 from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -130,6 +131,7 @@ class LLM:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
+        self._grammars = Grammars(self._token_table())
         self._requests: dict[int, Request] = {}
         self._num_requests = 0
         self._num_seqs = 0
@@ -204,9 +206,19 @@ class LLM:
         kv = KVCache(self._num_blocks, self.config.block_size, self.config.enable_prefix_caching)
         return DraftModel(target, kv, checkpoint.tokenizer.vocabulary())
 
-    def _ensure_drafters(self, config: SpeculativeConfig) -> tuple[str, ...]:
+    def _token_table(self) -> TokenTable:
+        tokenizer = self.checkpoint.tokenizer
+        return TokenTable(
+            vocab_size=self.target.vocab_size,
+            bytes_of=tokenizer.token_bytes,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            special_ids=tokenizer.special_ids,
+            eos_ids=self.checkpoint.eos_ids,
+        )
+
+    def _ensure_drafters(self, config: SpeculativeConfig, *, has_grammar: bool = False) -> tuple[str, ...]:
         """Names of the drafters that ``config`` may ask; those that are not there yet are made."""
-        names = registry.members(config, self._factories, self.sources)
+        names = registry.members(config, self._factories, self.sources, has_grammar=has_grammar)
         for name in names:
             if name not in self._drafters:
                 self._drafters[name] = self._new_drafter(name, config, self._drafter_context())
@@ -295,7 +307,9 @@ class LLM:
         text, token_ids = self._tokenize(prompt)
         config = self.speculative_config.override(params.speculative)
         self._check_request(token_ids, params)
-        drafters = self._ensure_drafters(config)
+        shape = params.structured_outputs
+        grammars = [None if shape is None else self._grammars.start(shape) for _ in range(params.n)]
+        drafters = self._ensure_drafters(config, has_grammar=shape is not None)
         if drafters and config.adaptive:
             self.calibrate()
         seed = params.seed if params.seed is not None else self._draw_seed(63)
@@ -311,6 +325,7 @@ class LLM:
                 sample_index=index,
                 rules=rules,
                 sink=sink,
+                grammar=grammars[index],
                 tenant=tenant,
                 drafters=drafters if config.num_speculative_tokens else (),
                 num_speculative_tokens=config.num_speculative_tokens,

@@ -149,22 +149,25 @@ def noise_for(seq: Sequence) -> PositionNoise:
 def distribution(logits: FloatArray, seq: Sequence, draft: Seq[int] = ()) -> Distribution:
     """The distribution of the token that follows ``seq.tokens + draft``.
 
-    Order of effect: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
-    A mask that would leave no token at all is not applied.
+    Order of effect: structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p,
+    top_k, top_p.  The first two always hold; one of the other masks that would leave no token at all is not applied.
 
     Args:
         logits: the target's (or a draft model's) raw row, float [V]; left unchanged.
         seq: gives parameters, token rules and the tokens so far.
         draft: draft tokens between ``seq.tokens`` and this row.
+
+    Raises:
+        FloatingPointError: no token has a finite logit, or none is allowed.
     """
     params = seq.params
     row = _adjust(logits, seq, draft)
     if params.temperature == 0.0:
         best = int(np.argmax(row))
-        _check_finite(row[best])
+        _check_finite(row[best], seq)
         return Distribution(np.array([best], dtype=np.int64), np.zeros(1))
     top = row.max()
-    _check_finite(top)
+    _check_finite(top, seq)
     return _truncate(row, float(top), params)
 
 
@@ -173,6 +176,7 @@ def is_adjusted(seq: Sequence, num_draft: int = 0) -> bool:
     params = seq.params
     return bool(
         params.allowed_token_ids is not None
+        or seq.grammar is not None
         or seq.rules.bad_words
         or seq.num_output + num_draft < params.min_tokens
         or params.logit_bias
@@ -182,8 +186,10 @@ def is_adjusted(seq: Sequence, num_draft: int = 0) -> bool:
     )
 
 
-def _check_finite(best: float) -> None:
+def _check_finite(best: float, seq: Sequence) -> None:
     if not np.isfinite(best):
+        if seq.grammar is not None and best == -np.inf:
+            raise FloatingPointError(seq.grammar.error or "no token that the request allows continues its structured_outputs.")
         raise FloatingPointError(f"the model produced logits whose largest is {best}; try dtype float32.")
 
 
@@ -191,10 +197,12 @@ def _adjust(logits: FloatArray, seq: Sequence, draft: Seq[int]) -> FloatArray:
     params, rules = seq.params, seq.rules
     row = logits
     num_output = seq.num_output + len(draft)
+    if seq.grammar is not None and (allowed := seq.grammar.allowed(seq, draft)) is not None:
+        row = np.where(allowed, row, row.dtype.type(-np.inf))
     if params.allowed_token_ids is not None:
-        keep = np.array(params.allowed_token_ids)
-        row = np.full_like(logits, -np.inf)
-        row[keep] = logits[keep]
+        keep, kept = np.array(params.allowed_token_ids), row
+        row = np.full_like(kept, -np.inf)
+        row[keep] = kept[keep]
     if rules.bad_words:
         row = _forbid(row, _completing_bad_words(seq, draft))
     if num_output < params.min_tokens:

@@ -28,6 +28,7 @@ MODEL_FREE = ("ngram", "suffix")
 HEADS = ("eagle", "eagle3")
 WITH_MODEL = (DRAFT_MODEL, *HEADS)
 _MODULES = {
+    "forced": "foredraft.drafters.forced",
     "draft_model": "foredraft.drafters.draft_model",
     "eagle": "foredraft.drafters.eagle",
     "eagle3": "foredraft.drafters.eagle",
@@ -102,17 +103,24 @@ def _head_kind(model: str) -> str | None:
     return head_kind(path) if path.is_dir() else None
 
 
-def members(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}, found: Sources | None = None) -> tuple[str, ...]:
+def members(
+    config: SpeculativeConfig,
+    extra: Mapping[str, DrafterFactory] = {},
+    found: Sources | None = None,
+    *,
+    has_grammar: bool = False,
+) -> tuple[str, ...]:
     """Names of the drafters that a method may ask.
 
-    ``auto`` asks those without a model, those that ``found`` has a model for, and the caller's own.
+    ``auto`` asks those without a model, those that ``found`` has a model for, and the caller's own; for a request whose
+    answer must follow a grammar also the one that drafts what must come.
     """
     if config.method == NONE:
         return ()
     if config.method == AUTO:
         found = found or Sources(draft_model=config.model)
         models = [name for name, model in ((DRAFT_MODEL, found.draft_model), (found.head_kind, found.head)) if name and model]
-        return (*MODEL_FREE, *models, *extra)
+        return (*(("forced",) if has_grammar else ()), *MODEL_FREE, *models, *extra)
     return (config.method,)
 
 
@@ -143,7 +151,7 @@ def check(config: SpeculativeConfig, extra: Mapping[str, DrafterFactory] = {}) -
     """
     for name in members(config, extra):
         _factory(name, extra)
-    if config.model is not None and config.method in (NONE, *MODEL_FREE):
+    if config.model is not None and config.method in (NONE, "forced", *MODEL_FREE):
         raise ConfigError(
             f"method {config.method!r} takes no model, but model is {config.model!r}; remove it or use 'draft_model'."
         )

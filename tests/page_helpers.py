@@ -1,15 +1,13 @@
-"""A server whose model says what it is told to, and a browser to look at its page.
+"""A model that says what it is told to, and a browser to look at the page of its server.
 
-Owns: the scripted model, the server in a thread, and how Chromium is found and started.  Does not know: any single test.
+Owns: the scripted model, and how Chromium is found and started.  Does not know: any single test.
 """
 
 from __future__ import annotations
 
 import shutil
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +21,6 @@ from foredraft.drafters.context import DrafterContext
 from foredraft.engine import Engine
 from foredraft.kv_cache import KVCache
 from foredraft.llm import LLM
-from foredraft.server.serve import listen, make_server
-from foredraft.server.settings import ServerConfig
 from foredraft.testing.toy import TableTarget
 from foredraft.types import FloatArray, PassOutput
 from foredraft.verify import RULES
@@ -115,19 +111,3 @@ class ScriptLLM(LLM):
 
     def _drafter_context(self) -> DrafterContext:
         return DrafterContext(self.target.vocab_size, self.max_model_len)
-
-
-@contextmanager
-def serving(llm: LLM, **options: Any) -> Iterator[str]:
-    """The address of a server around ``llm`` in a thread of its own."""
-    config = ServerConfig(port=0, drain_timeout=5.0, **options)
-    with listen(config) as listener:
-        server = make_server(llm, config, lambda text: None)
-        thread = threading.Thread(target=server.run, args=([listener],), name="page-server", daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.drain()
-            thread.join(30)
-            assert not thread.is_alive(), "the server did not stop"

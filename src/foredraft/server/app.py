@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -22,7 +23,7 @@ from foredraft import __version__
 from foredraft.llm import LLM
 from foredraft.server.async_llm import AsyncLLM
 from foredraft.server.gate import Gate
-from foredraft.server.jobs import PARAMETER_NAMES, Job, JobMaker, plain_messages
+from foredraft.server.jobs import PARAMETER_NAMES, Job, JobMaker
 from foredraft.server.live_page import PageFiles, index
 from foredraft.server.monitor import Monitor
 from foredraft.server.problems import Problem, bad_request, json_response, problem_of, problem_of_validation
@@ -31,6 +32,7 @@ from foredraft.server.protocol import ChatRequest, CompletionRequest, Detokenize
 from foredraft.server.replies import ChatReply, CompletionReply, Reply
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerConfig
+from foredraft.server.tools import plain_messages
 from foredraft.types import ForedraftError
 
 logger = logging.getLogger("foredraft.server")
@@ -106,6 +108,7 @@ class Server:
         for error in (Problem, ForedraftError, Exception):
             app.add_exception_handler(error, _on_error)
         app.add_exception_handler(HTTPException, _on_http)
+        app.openapi = lambda: _description(app)  # type: ignore[method-assign]
         app.add_middleware(Gate, config=self.config, count=self.metrics.count_response)
         if self.config.cors_origins:
             app.add_middleware(
@@ -144,7 +147,13 @@ class Server:
     async def _answer(self, request: Request, job: Job, reply: Reply) -> Response:
         if self.config.log_prompts:
             request.scope["state"]["log"]["prompts"] = [self.tokenizer.decode(prompt, False) for prompt in job.prompts]
-        return await self.service.answer(request, job, reply)
+        try:
+            return await self.service.answer(request, job, reply)
+        except ForedraftError as error:
+            problem = problem_of(error, PARAMETER_NAMES)
+            if problem.param == "structured_outputs" and job.form:
+                problem.param = job.form
+            raise problem from error
 
     def _identity(self, prefix: str, request: Request) -> dict[str, Any]:
         name = f"{prefix}-{request.scope['state']['request_id'].removeprefix('req-')}"
@@ -215,6 +224,19 @@ class Server:
         """Metrics in Prometheus's format."""
         state, counters = await self.engine.ask(lambda llm: (self.monitor.state(llm), engine_counters(llm)))
         return Response(self.metrics.render(state, counters), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _description(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with errors as they are answered here."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        app.openapi_schema = document
+    return app.openapi_schema
 
 
 # ------------------------------------------------------------------------------------------------ errors

@@ -36,7 +36,7 @@ def _joined_choice(earlier: CompletionOutput, later: CompletionOutput) -> Comple
         token_ids=earlier.token_ids + later.token_ids,
         logprobs=logprobs,
         origins=earlier.origins + later.origins,
-        drafter=later.drafter if later.token_ids else earlier.drafter,
+        drafter=later.drafter if later.num_drafted or not earlier.num_drafted else earlier.drafter,
         num_drafted=earlier.num_drafted + later.num_drafted,
     )
 

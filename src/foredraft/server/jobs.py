@@ -6,16 +6,17 @@ answer is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from foredraft.llm import LLM
 from foredraft.params import SamplingParams
 from foredraft.server.problems import bad_request
-from foredraft.server.protocol import ChatRequest, CompletionRequest, Message, SamplingFields
+from foredraft.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from foredraft.server.settings import ServerConfig
-from foredraft.server.structured import structured_options
+from foredraft.server.structured import form_of
+from foredraft.server.tools import call_schema, chosen_tools, plain_messages, with_tools
 
 # Fields that carry over under their own name; None keeps the engine's default.
 CARRIED = (
@@ -38,14 +39,15 @@ CARRIED = (
     "skip_special_tokens",
     "speculative",
 )
-PARAMETER_NAMES = (*CARRIED, "max_tokens", "seed", "logprobs", "top_logprobs", "messages", "prompt")
+PARAMETER_NAMES = (*CARRIED, "max_tokens", "seed", "logprobs", "top_logprobs", "messages", "prompt", "structured_outputs")
 
 
 @dataclass(frozen=True)
 class Job:
     """What one request asks of the engine: the prompts as token ids, and how each is continued.
 
-    ``num_top``: alternatives to show at each token, None for no log-probabilities at all.
+    ``num_top``: alternatives to show at each token, None for no log-probabilities at all.  ``form``: the field that gives the
+    answer a form, "" for none.  ``is_call``: the answer is the call of a function.
     """
 
     prompts: list[list[int]]
@@ -55,6 +57,8 @@ class Job:
     include_usage: bool
     include_speculation: bool
     statistics: bool
+    form: str = ""
+    is_call: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -84,11 +88,13 @@ class JobMaker:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true; set it or leave top_logprobs out.", "top_logprobs")
         num_top = self._num_top(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
-        prompt = self._tokenizer.encode_chat(plain_messages(body.messages))
+        tools = chosen_tools(body)
+        prompt = self._tokenizer.encode_chat(with_tools(plain_messages(body.messages), tools))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
             raise bad_request("max_tokens and max_completion_tokens differ; leave max_tokens out.", "max_tokens")
-        return self._job(body, [prompt], num_top, self._room(prompt) if limit is None else limit)
+        schema = call_schema(tools) if tools else None
+        return self._job(body, [prompt], num_top, self._room(prompt) if limit is None else limit, schema)
 
     def completion(self, body: CompletionRequest) -> Job:
         """The job of a completion request.
@@ -100,13 +106,21 @@ class JobMaker:
         prompts = self._prompts(body.prompt)
         return self._job(body, prompts, num_top, 16 if body.max_tokens is None else body.max_tokens)
 
-    def _job(self, body: SamplingFields, prompts: list[list[int]], num_top: int | None, max_tokens: int) -> Job:
+    def _job(
+        self,
+        body: SamplingFields,
+        prompts: list[list[int]],
+        num_top: int | None,
+        max_tokens: int,
+        schema: dict[str, Any] | None = None,
+    ) -> Job:
         self._check(body, len(prompts))
         carried = {name: value for name in CARRIED if (value := getattr(body, name)) is not None}
-        form = structured_options(body, self._config)
+        name, form = form_of(body, schema)
+        if form:
+            carried["structured_outputs"] = form
         params = SamplingParams(
             **carried,
-            **form,
             max_tokens=max_tokens,
             seed=self._draw_seed() if body.seed is None else body.seed,
             logprobs=num_top,
@@ -122,6 +136,8 @@ class JobMaker:
             include_usage=options is not None and options.include_usage,
             include_speculation=options is not None and options.include_speculation,
             statistics=body.speculation_statistics,
+            form=name,
+            is_call=schema is not None,
         )
 
     def _check(self, body: SamplingFields, num_prompts: int) -> None:
@@ -156,15 +172,3 @@ class JobMaker:
         if not all(encoded):
             raise bad_request("a prompt must have at least 1 token, not 0; write a prompt.", "prompt")
         return encoded
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them."""
-    return [_plain(message) for message in messages]
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as a chat template takes it."""
-    role = "system" if message.role == "developer" else message.role
-    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
-    return {"role": role, "content": message.text(), **{name: value for name, value in optional.items() if value is not None}}

@@ -11,6 +11,7 @@ from typing import Any
 from foredraft.loader import Detokenizer, Tokenizer
 from foredraft.outputs import CompletionOutput, RequestOutput
 from foredraft.server.jobs import Job
+from foredraft.server.tools import read_call
 from foredraft.types import Logprob, SpeculationStats, TokenLogprobs
 
 # What stands for minus infinity, which JSON cannot hold.
@@ -151,16 +152,33 @@ class ChatReply(Reply):
             for index in range(self._job.num_choices)
         ]
 
+    def __init__(self, identity: dict[str, Any], job: Job, tokenizer: Tokenizer) -> None:
+        super().__init__(identity, job, tokenizer)
+        self._call_texts = [""] * job.num_choices
+
     def _whole_choice(self, index: int, choice: CompletionOutput) -> dict[str, Any]:
+        content, reason = self._said(index, choice.text, choice.finish_reason)
         return {
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": None, "refusal": None, **content},
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
         }
 
     def _delta_choice(self, index: int, choice: CompletionOutput) -> dict[str, Any]:
-        delta = {"content": choice.text} if choice.text else {}
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(choice), "finish_reason": choice.finish_reason}
+        delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
+        reason = choice.finish_reason
+        if self._job.is_call:
+            # A call is told when it is complete: only then its name and arguments can be told apart for certain.
+            self._call_texts[index] += choice.text
+            delta, reason = self._said(index, self._call_texts[index], reason) if reason is not None else ({}, None)
+            for place, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = place
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(choice), "finish_reason": reason}
+
+    def _said(self, index: int, text: str, reason: str | None) -> tuple[dict[str, Any], str | None]:
+        """What a whole answer says, text or a call, and its finish reason."""
+        call = read_call(text, f"call_{self._identity['id'][-24:]}{index:02d}") if self._job.is_call else None
+        return ({"content": text}, reason) if call is None else ({"tool_calls": [call]}, "tool_calls")
 
     def _logprobs(self, choice: CompletionOutput) -> dict[str, Any] | None:
         if choice.logprobs is None:

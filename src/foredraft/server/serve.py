@@ -49,30 +49,30 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, server: Server, tell: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._parts = server
+        self.parts = server
         self._tell = tell
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop, or stop now."""
-        if self._parts.service.admission.is_draining:
+        if self.parts.service.admission.is_draining:
             self.should_exit = self.force_exit = True
         else:
             again = "; press Ctrl-C again to stop at once" if sig == signal.SIGINT else ""
-            self._tell(f"finishing {self._parts.service.admission.num_open} answers{again}")
+            self._tell(f"finishing {self.parts.service.admission.num_open} answers{again}")
             self.drain()
 
     def drain(self) -> None:
         """Refuse new requests; stop when the others have ended or ``drain_timeout`` is over.  From any thread."""
-        admission = self._parts.service.admission
+        admission = self.parts.service.admission
         admission.is_draining = True
         threading.Thread(target=self._wait, name="foredraft-drain", daemon=True).start()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self._parts.config.drain_timeout
-        while self._parts.service.admission.num_open and time.monotonic() < deadline and not self.should_exit:
+        deadline = time.monotonic() + self.parts.config.drain_timeout
+        while self.parts.service.admission.num_open and time.monotonic() < deadline and not self.should_exit:
             time.sleep(0.05)
         # Answers that still run are ended here, so that their clients are told.
-        self._parts.engine.close()
+        self.parts.engine.close()
         self.should_exit = True
 
 

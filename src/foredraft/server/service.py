@@ -166,7 +166,10 @@ def _check(outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
         for choice in output.outputs:
             if choice.finish_reason == "error":
-                raise Problem(500, f"the model failed on this request ({choice.stop_reason}).", code="model_error")
+                reason = str(choice.stop_reason)
+                # What a request forbids may leave nothing to say; anything else is the model's own failure.
+                is_ours = "the model produced" in reason and "-inf" not in reason
+                raise Problem(500 if is_ours else 400, f"the model cannot go on: {reason}", code="no_next_token")
 
 
 async def _merged(run: _Run) -> AsyncIterator[tuple[int, RequestOutput]]:

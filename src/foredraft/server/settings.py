@@ -43,14 +43,11 @@ class ServerConfig:
     max_choices: int = 16
     max_logprobs: int = 20
     max_stop_strings: int = 16
-    max_schema_bytes: int = 64 * 1024
-    max_schema_depth: int = 32
-    max_regex_length: int = 2048
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
         self._require("port", 0 <= self.port <= 65535, "from 0 to 65535")
-        for name in ("max_connections", "max_body_bytes", "max_schema_bytes", "max_schema_depth", "max_regex_length"):
+        for name in ("max_connections", "max_body_bytes"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name, low, high in (
             ("max_queue", 0, 1_000_000),

@@ -70,7 +70,7 @@ async function send() {
   setRunning(controller);
   const messages = [...conversation, { role: "user", content }];
   const ending = await receive({ messages, ...settings }, controller, answer);
-  if (running !== controller) return; // a new conversation was begun meanwhile
+  if (running !== controller) return; // a new chat was begun meanwhile
   setRunning(null);
   if (ending && !answer.content) {
     // Nothing came of it: take it back, so that it can be sent again.
@@ -111,7 +111,7 @@ function startAnew() {
   conversation = [];
   for (const element of log.querySelectorAll("article")) element.remove();
   byId("empty").hidden = false;
-  byId("status").textContent = "New conversation.";
+  byId("status").textContent = "New chat.";
   showProblem("");
   message.focus();
 }
@@ -143,8 +143,8 @@ function readSettings() {
 function showDefaults(state) {
   defaults = state.default;
   const [first] = byId("method").options;
-  first.textContent = `server's choice: ${defaults.method}`;
-  byId("method").replaceChildren(first, ...state.methods.map((name) => new Option(name === "none" ? "none: plain" : name, name)));
+  first.textContent = `default: ${defaults.method}`;
+  byId("method").replaceChildren(first, ...state.methods.map((name) => new Option(name === "none" ? "none (plain)" : name, name)));
   byId("k").placeholder = defaults.num_speculative_tokens;
   byId("adaptive").checked = defaults.adaptive;
 }

@@ -102,7 +102,7 @@ export class Figures {
       const width = (WIDTH * SLICE) / SECONDS;
       return shape("rect", { x, y: HEIGHT - height, width, height, fill: `url(#fill-${patternOf(part.drafter)})` });
     });
-    byId("k-top").textContent = `0–${top}`;
+    byId("k-top").textContent = state.k > 0 ? `now ${state.k.toFixed(1)} of 0–${top}` : `0–${top}`;
     const chart = byId("k-chart");
     chart.replaceChildren(patterns(), ...bars);
     chart.setAttribute("aria-label", `Mean draft length K over the last minute, now ${state.k.toFixed(1)}`);

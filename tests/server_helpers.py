@@ -97,9 +97,12 @@ class Running:
             return http.post(path, json=body, **options)
 
     def is_idle(self) -> bool:
-        """Whether nothing runs, and nothing is held."""
-        kv = self.llm.kv
-        return not self.parts.service.admission.num_open and not self.llm.engine.has_work and kv.num_available == kv.num_blocks
+        """Whether nothing runs, and nothing is held; looked up between two steps, since within one anything may be the case."""
+
+        def free(llm: LLM) -> bool:
+            return not llm.engine.has_work and llm.kv.num_available == llm.kv.num_blocks
+
+        return asyncio.run(self.parts.engine.ask(free)) and not self.parts.service.admission.num_open
 
 
 @contextmanager

@@ -40,6 +40,12 @@ def request_of(case: str, setting: str, **options: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "seed": 11, **given, "extra_body": extra}
 
 
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
 def whole(client: openai.OpenAI, request: Mapping[str, Any]) -> dict[str, Any]:
     return said(client.chat.completions.create(**request).model_dump())
 
@@ -50,8 +56,7 @@ def streamed(client: openai.OpenAI, request: Mapping[str, Any]) -> dict[str, Any
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_or_streaming_change_an_answer(server: Running, case: str) -> None:
-    client = server.client()
+def test_drafts_or_streaming_change_an_answer(client: openai.OpenAI, case: str) -> None:
     expected = whole(client, request_of(case, "none"))
     for setting in SETTINGS:
         assert whole(client, request_of(case, setting)) == expected, setting
@@ -64,8 +69,7 @@ def test_drafts_or_streaming_change_an_answer(server: Running, case: str) -> Non
         assert expected["usage"]["completion_tokens"] == limit * len(expected["choices"])
 
 
-def test_a_stop_string_is_streamed_or_missed(server: Running) -> None:
-    client = server.client()
+def test_a_stop_string_is_streamed_or_missed(client: openai.OpenAI) -> None:
     full = whole(client, request_of("sampled", "none", max_tokens=60))["choices"][0]["text"]
     stop = full[20:23]
     for setting in SETTINGS:
@@ -75,12 +79,12 @@ def test_a_stop_string_is_streamed_or_missed(server: Running) -> None:
         assert answer["choices"][0]["text"] == full[: full.index(stop)] and answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_an_answer_differs_from_that_of_the_library(server: Running, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_answer_differs_from_that_of_the_library(server: Running, client: openai.OpenAI) -> None:
     llm = open_tiny(server.llm.checkpoint.path)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, logprobs=2, n=2)
     (output,) = llm.chat([[{"role": "user", "content": TEXT}]], params)
     request = request_of("sampled", "auto", temperature=0.8, top_p=1.0, seed=3, max_tokens=30, logprobs=True, top_logprobs=2, n=2)
-    answer = whole(server.client(), request)
+    answer = whole(client, request)
     for choice, ours in zip(answer["choices"], output.outputs, strict=True):
         assert ours.logprobs is not None
         assert choice["text"] == ours.text
@@ -93,8 +97,7 @@ def test_an_answer_differs_from_that_of_the_library(server: Running, tmp_path_fa
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_completions_of_several_prompts_are_mixed_up(server: Running, setting: str) -> None:
-    client = server.client()
+def test_completions_of_several_prompts_are_mixed_up(client: openai.OpenAI, setting: str) -> None:
     extra = {"ignore_eos": True, "speculative": SETTINGS[setting]}
 
     def complete(prompt: Any, **options: Any) -> Any:
@@ -172,8 +175,8 @@ def test_a_chat_without_a_limit_ends_early_or_never(server: Running) -> None:
     assert usage["total_tokens"] == server.llm.max_model_len
 
 
-def test_the_list_of_models_or_the_tokenizer_is_wrong(server: Running) -> None:
-    (model,) = server.client().models.list().data
+def test_the_list_of_models_or_the_tokenizer_is_wrong(server: Running, client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
     assert model.id == MODEL
     messages = [{"role": "user", "content": "hé"}]
     ids = server.post("/tokenize", {"messages": messages, "return_token_strs": True}).json()
@@ -188,7 +191,8 @@ def test_a_server_without_speculation_answers_otherwise(server: Running) -> None
     with running(open_tiny(server.llm.checkpoint.path, speculative_config={"method": "none"})) as plain:
         answer = plain.post("/v1/chat/completions", ask(TEXT, speculation_statistics=True)).json()
         state = plain.post("/v1/chat/completions", ask(TEXT, speculative=SETTINGS["fixed"])).json()
-        assert plain.http().get("/v1/speculation").json()["default"]["method"] == "none"
+        with plain.http() as http:
+            assert http.get("/v1/speculation").json()["default"]["method"] == "none"
     assert said(answer) == said(expected) == said(state)
     assert answer["foredraft"]["statistics"]["drafted_tokens"] == 0
 

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft import cli
+from foredraft.server import serve
 from foredraft.server.gate import Keys
 from foredraft.server.problems import Problem
 from foredraft.server.serve import JsonLines, listen
@@ -59,7 +61,6 @@ def test_a_wrong_key_gets_in_or_tenants_share(model: Path) -> None:
         for headers in (
             {},
             bearer("third"),
-            bearer(""),
             {"Authorization": "Basic first"},
             bearer("firstsecond"),
             bearer("first\xff"),
@@ -119,7 +120,8 @@ def test_a_client_that_leaves_a_stream_is_written_for_on(server: Running) -> Non
         server.http() as http,
         http.stream("POST", "/v1/chat/completions", json=ask(max_tokens=LONG, n=4, stream=True)) as response,
     ):
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert server.parts.service.admission.num_open == 4
     wait_for(server.is_idle)
     assert server.llm.engine.metrics.finished["abort"] >= 4
@@ -166,7 +168,8 @@ def test_a_client_that_never_reads_keeps_its_place(model: Path) -> None:
 def test_more_than_the_queue_holds_is_taken(model: Path) -> None:
     with running(open_tiny(model, max_num_seqs=1), max_queue=1) as server, server.http() as http:
         with http.stream("POST", "/v1/chat/completions", json=ask(max_tokens=LONG, n=2, stream=True)) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             refused = server.post("/v1/chat/completions", ask(max_tokens=1))
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -372,3 +375,42 @@ def test_the_live_state_is_blank_while_an_answer_is_written(server: Running) -> 
     assert state["running"] == 4 and 0.0 < state["kv_usage"] <= 1.0 and state["k"] > 0.0 and state["pass_ms"] > 0.0
     assert (state["state"], state["drafter"]) == ("on", "ngram")
     assert state["tokens_per_second"] > 0.0 and state["history"][-1]["k"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "70000"], "port must be from 0 to 65535"),
+        (["--max-choices", "0"], "max_choices must be from 1 to 64"),
+        (["--api-key", "two words"], "API key"),
+        (["--kv-cache-memory", "much"], "kv_cache_memory"),
+        (["--host", "nowhere.invalid", "--port", "0"], "cannot listen on nowhere.invalid:0"),
+    ],
+)
+def test_a_wrong_option_is_found_out_after_the_model_is_loaded(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "no-such-model.gguf", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_options_do_not_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ServerConfig] = []
+    monkeypatch.setattr(serve, "serve", lambda open_llm, config, tell: found.append(config))
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "first second")
+    arguments = [
+        "--cors-origin",
+        "http://a",
+        "--cors-origin",
+        "http://b",
+        "--max-queue",
+        "3",
+        "--log-prompts",
+        "--drain-timeout",
+        "7",
+    ]
+    assert cli.main(["serve", "m", *arguments]) == 0
+    expected = ServerConfig(
+        api_keys=("first", "second"), cors_origins=("http://a", "http://b"), max_queue=3, log_prompts=True, drain_timeout=7.0
+    )
+    assert found == [expected]

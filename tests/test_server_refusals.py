@@ -95,8 +95,8 @@ def test_a_field_that_changes_nothing_is_refused(server: Running) -> None:
 
 
 def test_another_model_is_answered_for(server: Running) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        server.client().chat.completions.create(model="gpt", messages=[{"role": "user", "content": "x"}])
+    with server.client() as client, pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "x"}])
     assert caught.value.code == "model_not_found" and MODEL in str(caught.value)
 
 

@@ -192,11 +192,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write everything."""
         try:
-            await unless_gone(receive, self._write(scope, send))
+            if await unless_gone(receive, self._write(scope, send)) is None:
+                scope["state"]["log"]["ended"] = "the client left"
         finally:
             await self._close()
 
-    async def _write(self, scope: Scope, send: Send) -> None:
+    async def _write(self, scope: Scope, send: Send) -> bool:
         async def push(message: Message) -> None:
             await asyncio.wait_for(send(message), self._write_timeout)
 
@@ -205,5 +206,7 @@ class EventStream(Response):
             async for event in self._events:
                 await push({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
             await push({"type": "http.response.body", "body": b"", "more_body": False})
+            return True
         except asyncio.TimeoutError:
             scope["state"]["log"]["ended"] = "the client took no data"
+            return False

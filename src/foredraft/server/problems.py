@@ -17,6 +17,8 @@ from foredraft.types import ForedraftError
 MAX_MESSAGE = 600
 # By status: OpenAI's ``type`` of an error.
 TYPES: Mapping[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+# How pydantic names the forms of a value in a place: ``str``, ``list[TextPart]``, ``NamedTool``.
+FORM = re.compile(r"str|int|float|bool|[a-z-]+\[.*|[A-Z]\w*", re.DOTALL)
 
 
 class Problem(Exception):
@@ -75,9 +77,9 @@ def problem_of(error: BaseException, fields: Sequence[str] = ()) -> Problem:
 
 
 def problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """The first of pydantic's errors as one sentence that names the field."""
-    error = errors[0]
-    where = [part for part in error["loc"] if part != "body"]
+    """One of pydantic's errors as a sentence that names the field; where a value may have several forms, that of the nearest."""
+    error = max(errors, key=lambda one: (one["type"] == "unknown_field", len(one["loc"])))
+    where = [part for part in error["loc"] if part != "body" and not FORM.fullmatch(str(part))]
     if error["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON ({error.get('ctx', {}).get('error', 'syntax error')}); send valid JSON.")
     if error["type"] == "unknown_field":

@@ -34,6 +34,11 @@ NEUTRAL: Mapping[str, Any] = {
 }
 
 
+def _printable(name: object) -> str:
+    """A key that can be shown; one that is not valid Unicode is spelled out."""
+    return str(name).encode("utf-8", "backslashreplace").decode()
+
+
 class Body(BaseModel):
     """An object whose unknown fields are refused with the nearest valid name."""
 
@@ -46,7 +51,8 @@ class Body(BaseModel):
             return data
         names = [field.alias or name for name, field in cls.model_fields.items()]
         known = {}
-        for name, value in data.items():
+        for key, value in data.items():
+            name = _printable(key)
             if name in names:
                 known[name] = value
             elif name not in NEUTRAL:

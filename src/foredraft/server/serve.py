@@ -98,6 +98,7 @@ def listen(config: ServerConfig) -> socket.socket:
     Raises:
         ConfigError: the address cannot be had.
     """
+    listener = None
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -105,6 +106,8 @@ def listen(config: ServerConfig) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another host or port."
         ) from error

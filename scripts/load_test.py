@@ -3,7 +3,7 @@
 Usage: ``python scripts/load_test.py [MODEL] [--clients N] [--seconds S] [--seed N] [--json FILE]``.  It starts the server itself,
 after it has worked out all answers by plain decoding alone.
 
-Reports the time to the first token and per output token (of readers who do not dawdle) and memory over time.  Fails if an answer was
+Reports the time to the first token and per output token (of readers who do not dawdle) and memory over time.  Fails if an answer is
 lost or is another, if a block of the KV cache is not given back, or if memory grew by more than 5 %.
 """
 

@@ -18,7 +18,8 @@ SEA = "The sea is wide. The sea is deep. Été. The sea is wide and deep. 🌊 T
 MARKUP = '<script>document.title = "taken"</script><img src=x onerror="document.title = 1"><b>bold</b> &amp; </p>'
 LONG = "All work and no play. " * 150
 ANSWERS = {"sea": SEA, "markup": MARKUP, "long": LONG, "wide": "w" * 200, "nothing": ""}
-MILLISECONDS = 15_000
+MILLISECONDS = 60_000
+"""After which a test gives up; nothing takes so long."""
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; install the package chromium")
 

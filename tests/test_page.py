@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -290,16 +291,12 @@ def test_an_error_is_not_told_or_loses_the_message(server: Running, visit: Visit
     say(page, "sea")
     expect(problem).to_contain_text("Temperature: ")
     page.get_by_label("Temperature", exact=True).fill("1")
-    page.get_by_label("Most tokens", exact=True).fill("999999")
-    message.focus()
-    page.keyboard.press("Enter")
-    expect(problem).to_contain_text("999999")
-    expect(message).to_have_value("sea")
+    say(page, "x" * 5000)
+    expect(problem).to_contain_text("A prompt must have at most")
+    expect(message).to_have_value("x" * 5000)
     expect(page.locator("#log article")).to_have_count(0)
-    page.get_by_label("Most tokens", exact=True).fill("100")
     page.route("**/v1/chat/completions", lambda route: route.abort())
-    message.focus()
-    page.keyboard.press("Enter")
+    say(page, "sea")
     expect(problem).to_contain_text("The server cannot be reached.")
     expect(message).to_have_value("sea")
     page.unroute("**/v1/chat/completions")
@@ -396,7 +393,7 @@ def test_text_is_hard_to_read(server: Running, visit: Visit, scheme: str) -> Non
     assert {part["kind"] for part in found} == {"text", "border", "mark"} and len(found) > 100
     assert [part for part in found if part["ratio"] < (4.5 if part["kind"] == "text" else 3.0)] == []
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (ground < "rgb(128") == (scheme == "dark"), ground
+    assert (int(re.findall(r"\d+", ground)[0]) < 128) == (scheme == "dark"), ground
 
 
 def test_a_chosen_theme_is_forgotten(server: Running, visit: Visit) -> None:

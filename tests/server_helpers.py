@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,10 @@ class Running:
         def free(llm: LLM) -> bool:
             return not llm.engine.has_work and llm.kv.num_available == llm.kv.num_blocks
 
-        return asyncio.run(self.parts.engine.ask(free)) and not self.parts.service.admission.num_open
+        # In a thread of its own, for callers whose thread runs a loop already.
+        with ThreadPoolExecutor(1) as pool:
+            is_free = pool.submit(asyncio.run, self.parts.engine.ask(free)).result()
+        return is_free and not self.parts.service.admission.num_open
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -18,14 +17,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.responses import Response
 
 from foredraft import __version__
 from foredraft.llm import LLM
 from foredraft.server.async_llm import AsyncLLM
 from foredraft.server.gate import Gate
 from foredraft.server.jobs import PARAMETER_NAMES, Job, JobMaker
+from foredraft.server.live_page import PageFiles, index
 from foredraft.server.monitor import Monitor
 from foredraft.server.problems import Problem, bad_request, json_response, problem_of, problem_of_validation
 from foredraft.server.prometheus import Metrics, engine_counters
@@ -35,8 +34,6 @@ from foredraft.server.service import Service
 from foredraft.server.settings import ServerConfig
 from foredraft.server.tools import plain_messages
 from foredraft.types import ForedraftError
-
-PAGE = Path(__file__).parent / "page"
 
 logger = logging.getLogger("foredraft.server")
 
@@ -106,7 +103,7 @@ class Server:
 
         app = FastAPI(title="foredraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
         app.include_router(self._routes())
-        app.mount("/page", StaticFiles(directory=PAGE), name="page")
+        app.mount("/page", PageFiles(), name="page")
         app.add_exception_handler(RequestValidationError, _on_validation)
         for error in (Problem, ForedraftError, Exception):
             app.add_exception_handler(error, _on_error)
@@ -221,7 +218,7 @@ class Server:
 
     async def page(self) -> Response:
         """The live page."""
-        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
+        return index()
 
     async def prometheus(self) -> Response:
         """Metrics in Prometheus's format."""

@@ -89,6 +89,7 @@ class Monitor:
         config = llm.speculative_config
         return {
             "model": self._model,
+            "now": now,
             "exactness": llm.target.exactness,
             "methods": self._methods,
             "default": {

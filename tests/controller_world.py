@@ -54,6 +54,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        # By place in the text, so that policies that draft at other places meet the same luck.
+        luck = random.Random(self.seed)
+        self.luck = {
+            id(source): [[luck.random() for _ in range(20_000)] for _ in range(self.num_seqs)] for source in self.sources.values()
+        }
         names = tuple(self.sources)
         params = SamplingParams(max_tokens=10**9)
         self.seqs = [
@@ -67,8 +72,9 @@ class World:
     def draft(self, source: Source, index: int, num_tokens: int) -> Draft:
         if self.random.random() >= source.presence:
             return Draft()
-        probability = source.acceptance(self.lengths[index], index)
-        tokens = tuple(RIGHT if self.random.random() < probability else WRONG for _ in range(num_tokens))
+        probability, first = source.acceptance(self.lengths[index], index), self.lengths[index]
+        luck = self.luck[id(source)][index][first : first + num_tokens]
+        tokens = tuple(RIGHT if one < probability else WRONG for one in luck)
         return Draft(tokens, confidence=(probability,) * num_tokens if source.confident else None)
 
     def work(self) -> PassWork:

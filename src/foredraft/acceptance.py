@@ -83,7 +83,7 @@ class Acceptance:
 
         Returns the position that is to be compared next; -1 when the draft has ended.
         """
-        last, value, num, came = len(tokens) - 1, shift.value, position, True
+        last, value, came = len(tokens) - 1, shift.value, True
         for token in emitted:
             came = tokens[position] == token
             cell = (position if position < NUM_POSITIONS else NUM_POSITIONS - 1) * NUM_CLASSES + classes[position]
@@ -93,13 +93,13 @@ class Acceptance:
                 value = math.copysign(MAX_SHIFT, value)
             self._trials[cell] += 1.0
             self._hits[cell] += came
+            self._num_new += 1
+            if self._num_new >= self._num_due:
+                self._update()
             position += 1
             if not came or position > last:
                 break
         shift.value = value
-        self._num_new += position - num
-        if self._num_new >= self._num_due:
-            self._update()
         return position if came and position <= last else -1
 
     def by_position(self, num_tokens: int) -> list[float]:

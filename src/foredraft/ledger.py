@@ -15,7 +15,7 @@ from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.records import AUDIT_RATE, AUDIT_WEIGHT, FIRST_GAIN, Audit, Record, Track
 from foredraft.types import Sequence
 
-PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.005, 3
+PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.01, 3
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
@@ -23,8 +23,6 @@ STEPS_BETWEEN_PLAIN = 200
 # Time is valued a little higher than it is: what only breaks even is not worth its risk.
 MARGIN = 1.05
 SPEED_RATE = 0.02
-# What is done for a call in all, over what is done before the pass: to learn from drafts comes after the last phase that is timed.
-OWN_SHARE = 1.5
 
 
 @dataclass
@@ -176,7 +174,7 @@ class Ledger:
         for record in self._records.values():
             record.credit = min(MAX_CREDIT_SECONDS, record.credit + earned)
         if calls.names:
-            own = OWN_SHARE * max(0.0, 1e-3 * milliseconds["draft"] - calls.seconds) / len(calls.names)
+            own = max(0.0, 1e-3 * milliseconds["draft"] - calls.seconds) / len(calls.names)
             self.own_seconds.add(own)
             for name in calls.probed:
                 self._records[name].credit -= own

@@ -25,6 +25,8 @@ from foredraft.types import Draft, Sequence
 TURN_ON, STAY_ON = 1.2, 0.8
 # Drafting that costs less than this, in tokens, is always done as deep as can be used.
 CHEAP_TOKENS = 0.02
+# Where a draft of one token costs less than this, in tokens, one as deep as can be used is tried.
+TRY_TOKENS = 0.2
 # How deep to draft is worked out again after so many steps.
 STEPS_BETWEEN_DEPTHS = 32
 # Drafters learn from being asked, so at first, where drafts pay at all, none is judged by the little that it was asked.
@@ -166,9 +168,10 @@ class StepPlan:
         Leaves in ``_share`` what a draft of that depth is expected to bring of what the deepest would.
         """
         seconds, self._share = record.cost.seconds(num_seqs, deepest), 1.0
-        # What a deep draft costs is guessed until there was one; where a shallow one is cheap it is worth finding out.
-        known = seconds if record.cost.deepest >= deepest else record.cost.seconds(num_seqs, 1)
-        if self._price * known < CHEAP_TOKENS * num_seqs:
+        if self._price * seconds < CHEAP_TOKENS * num_seqs:
+            return deepest, seconds
+        # What a deep draft costs is guessed until there was one, and what was never tried would stay a guess.
+        if record.cost.deepest < deepest and self._price * record.cost.seconds(num_seqs, 1) < TRY_TOKENS * num_seqs:
             return deepest, seconds
         depth, self._share, age = record.depths.get((num_seqs, deepest), (0, 1.0, STEPS_BETWEEN_DEPTHS))
         if age >= STEPS_BETWEEN_DEPTHS:

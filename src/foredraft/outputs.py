@@ -17,9 +17,9 @@ class CompletionOutput:
 
     ``token_ids`` include the EOS or stop token that ended it; ``text`` does not.  ``finish_reason`` is ``stop``, ``length``,
     ``abort``, ``error``, or None while it goes on; ``stop_reason`` is the stop string, the stop token id, or what went wrong; None
-    for EOS.  ``origins`` names each
-    token's way into the answer: plain, accepted, recovered or bonus.  From ``LLM.stream`` text, token_ids, logprobs and origins
-    hold only what is new.
+    for EOS.  ``origins`` names each token's way into the answer: plain, accepted, recovered or bonus.  ``drafter`` made the draft
+    that was verified last, ``none`` for none, and ``num_drafted`` counts the draft tokens that were verified.  From ``LLM.stream``
+    text, token_ids, logprobs, origins and num_drafted hold only what is new.
     """
 
     index: int
@@ -30,6 +30,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     origins: list[str] = field(default_factory=list)
+    drafter: str = "none"
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True)

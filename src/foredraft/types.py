@@ -30,9 +30,11 @@ from foredraft.errors import refuse_unknown as refuse_unknown
 from foredraft.params import MAX_LOGPROBS as MAX_LOGPROBS
 from foredraft.params import MAX_STOP_STRINGS as MAX_STOP_STRINGS
 from foredraft.params import SamplingParams as SamplingParams
+from foredraft.structured import StructuredOutputs as StructuredOutputs
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 MAX_SPECULATIVE_TOKENS = 64
 
@@ -52,6 +54,35 @@ class TextSink(Protocol):
 
     def push(self, token: int, *, may_stop: bool) -> str | None:
         """Take one token; return the stop string that it completed, or None."""
+        ...
+
+
+class Grammar(Protocol):
+    """What one sequence's output may be.
+
+    It follows ``seq.tokens`` and any draft behind them by itself, and answers the same whatever was asked before.  Nothing here
+    raises; ``error`` tells why no token is allowed, when that is for another reason than the tokens.
+    """
+
+    error: str
+
+    def allowed(self, seq: Sequence, draft: Seq[int] = ()) -> BoolArray | None:
+        """Which tokens may follow ``seq.tokens + draft``, bool [vocab_size]; None where these have come to an end before.
+
+        An end-of-sequence id is among them where the output so far is a whole.
+        """
+        ...
+
+    def num_allowed(self, seq: Sequence, draft: Seq[int]) -> int:
+        """Length of the draft up to the first token that may not follow."""
+        ...
+
+    def forced(self, seq: Sequence, num_tokens: int) -> tuple[int, ...]:
+        """The tokens that must follow, ``num_tokens`` at most; none where there is a choice, or an end."""
+        ...
+
+    def is_complete(self, seq: Sequence) -> bool:
+        """Whether nothing but an end-of-sequence id may follow ``seq.tokens``."""
         ...
 
 
@@ -99,6 +130,8 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=lambda: SpeculationStats())
+    last_drafter: str = "none"
+    grammar: Grammar | None = None
 
     @property
     def num_output(self) -> int:
@@ -165,12 +198,25 @@ class Verdict:
     num_accepted: int = 0
 
 
+def num_agreeing(draft: Iterable[int], emitted: Iterable[int]) -> int:
+    """How many tokens a draft and what came begin with in common."""
+    num = 0
+    for token, came in zip(draft, emitted, strict=False):
+        if token != came:
+            break
+        num += 1
+    return num
+
+
 class Drafter(Protocol):
     """A source of drafts.  See examples/own_drafter.py for a complete one.
 
     A sequence is opened when it starts (and again after a preemption), and closed when it ends (or is preempted).
     Between the two, ``observe`` follows every pass, whether or not ``propose`` was called before it; ``seq.tokens`` then holds
     committed tokens only.
+
+    The first ``seq.num_cached`` tokens came from the target's prefix cache: no pass computed them, so their hidden states never
+    come. The sequence has its cache blocks from before ``open`` until after ``close``.
     """
 
     hidden_layers: tuple[int, ...]
@@ -247,7 +293,8 @@ PHASES = ("schedule", "draft", "pass", "verify", "rest")
 class SpeculationStats:
     """Counters of one request, or of a whole engine.  ``milliseconds`` are wall time by phase.
 
-    A batch's time is counted in full for each of its requests: it is the time that the request waited.
+    A batch's time is counted in full for each of its requests: it is the time that the request waited.  ``plain_tokens`` are those
+    that plain decoding would have given a request in the same time, by the estimates of the moment.
     """
 
     drafted_tokens: int = 0
@@ -257,6 +304,12 @@ class SpeculationStats:
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     milliseconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    plain_tokens: float = 0.0
+
+    @property
+    def speedup_estimate(self) -> float:
+        """Emitted tokens over ``plain_tokens``; 1 before the first."""
+        return self.emitted_tokens / self.plain_tokens if self.plain_tokens > 0.0 else 1.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -289,6 +342,7 @@ class SpeculationStats:
             total.accepted_tokens += part.accepted_tokens
             total.emitted_tokens += part.emitted_tokens
             total.target_passes += part.target_passes
+            total.plain_tokens += part.plain_tokens
             for name in ("drafted_per_position", "accepted_per_position"):
                 pairs = zip_longest(getattr(total, name), getattr(part, name), fillvalue=0)
                 setattr(total, name, [a + b for a, b in pairs])

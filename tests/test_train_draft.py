@@ -173,10 +173,10 @@ def test_a_saved_draft_model_is_another_one(family: str, as_gguf: bool, tmp_path
     for name, values in tensors.items():
         coarse = 0.2 if as_gguf else 0.01
         assert np.abs(draft.weights[name].read(0, len(values)) - values).max() <= coarse * np.abs(values).max(), name
-    tokens = hf_weights.prompt(15)
+    tokens = [token % 60 for token in hf_weights.prompt(15)]
     exact = logits_by_engine(architecture, {name: hf_weights.vector(values) for name, values in tensors.items()}, tokens)
     stored = logits_by_engine(architecture, draft.weights, tokens)
-    assert torch.corrcoef(torch.stack((exact.flatten(), stored.flatten())))[0, 1] > 0.95
+    assert torch.corrcoef(torch.stack((exact.flatten(), stored.flatten())))[0, 1] > (0.9 if as_gguf else 0.999)
     check_vocabularies(target.tokenizer.vocabulary(), draft.tokenizer.vocabulary())
     assert draft.tokenizer.encode("hell w x") == target.tokenizer.encode("hell w x")
     assert json.loads((tmp_path / "out" / PROVENANCE_NAME).read_text()) == {"of": family}
@@ -245,7 +245,9 @@ def test_training_leaves_acceptance_where_it_was(loss: str, hidden: int, tmp_pat
     assert curve[-1]["first_accepted"] > 0.7
 
 
-def test_a_killed_training_ends_elsewhere(tmp_path: Path) -> None:
+def test_a_killed_training_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SECONDS_PER_CHECKPOINT", 0.0)
+
     class Killed(Exception):
         pass
 
@@ -257,7 +259,7 @@ def test_a_killed_training_ends_elsewhere(tmp_path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        train(killed, tmp_path / "killed", on_evaluate=die, seconds_per_checkpoint=0.0)
+        train(killed, tmp_path / "killed", on_evaluate=die)
     again = job()
     train(again, tmp_path / "killed")
     for name, values in whole.student.tensors.items():
@@ -293,7 +295,7 @@ def test_an_option_out_of_range_is_taken(options: dict[str, Any], says: str) -> 
 def target_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose texts are few letters: its answers end by length."""
     vocab_size = len(loader_files.byte_level_tokens())
-    architecture = replace(TOY, vocab_size=vocab_size, max_position_embeddings=512)
+    architecture = replace(TOY, vocab_size=vocab_size, max_position_embeddings=1024)
     return loader_files.write_gguf(tmp_path_factory.mktemp("target") / "toy.gguf", architecture, toy_weights(architecture))
 
 

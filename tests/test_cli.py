@@ -17,7 +17,7 @@ from cli_helpers import END, FakeLLM, Run
 from cli_helpers import run as run
 from foredraft import __version__, cli, cli_models, cli_options
 from foredraft.terminal import DownloadBar
-from foredraft.types import ConfigError, ModelNotFoundError
+from foredraft.types import ConfigError, ModelNotFoundError, StructuredOutputs
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -77,6 +77,10 @@ def test_a_wrong_command_line_ends_with_2_and_a_hint(run: Run, arguments: list[s
         (["--device", "gpu"], "device"),
         (["--kv-cache-memory", "much"], "512MB"),
         (["--threads", "0"], "threads must be"),
+        (["--regex", "a", "--choice", "b"], "must set exactly one of"),
+        (["--json-schema", "no-such-file.json"], "the schema no-such-file.json cannot be read"),
+        (["--json-schema", "{"], "structured_outputs.json is not valid JSON"),
+        (["--regex", "a", "--ignore-eos"], "ignore_eos must be false"),
     ],
 )
 def test_a_users_mistake_is_one_line_without_a_traceback(run: Run, arguments: list[str], says: str) -> None:
@@ -172,6 +176,20 @@ def test_every_option_reaches_the_engine(run: Run) -> None:
     assert params == type(params)(**expected, max_tokens=9, n=2, logprobs=1)  # type: ignore[arg-type]
     given: Mapping[str, Any] = {"device": "cpu", "dtype": "float32", "ops": "torch", "threads": 2, "max_model_len": 64}
     assert llm.options == {"model": "m", "speculative_config": NGRAM, **given, "kv_cache_memory": 2**20}
+
+
+def test_a_shape_does_not_reach_the_engine(run: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"const": "é"}', encoding="utf-8")
+    for options, shape in (
+        (["--json-schema", str(schema)], {"json": {"const": "é"}}),
+        (["--json-schema", ' {"const": "é"}'], {"json": {"const": "é"}}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+    ):
+        llm = FakeLLM()
+        run(llm, "generate", "m", "hello", *options)
+        assert llm.requests[0][1].structured_outputs == StructuredOutputs.parse(shape)
 
 
 def test_a_trace_is_not_written_or_its_file_not_checked(run: Run, tmp_path: Path) -> None:

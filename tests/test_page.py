@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
 from foredraft.server.live_page import FOLDER
 from page_helpers import CHROMIUM, FLAGS, ScriptLLM
@@ -133,6 +133,10 @@ def bodies(page: Page) -> list[dict[str, Any]]:
 
     page.on("request", note)
     return sent
+
+
+def stream_of(text: str) -> Callable[[Route], None]:
+    return lambda route: route.fulfill(body=text, content_type="text/event-stream")
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -307,7 +311,7 @@ def test_an_error_is_not_told_or_loses_the_message(server: Running, visit: Visit
         ('data: {"error": {"message": "the model failed."}}\n\n', "The model failed."),
     ):
         text = f"data: {json.dumps({**chunk, 'foredraft': tokens})}\n\n{ending}"
-        page.route("**/v1/chat/completions", lambda route, text=text: route.fulfill(body=text, content_type="text/event-stream"))
+        page.route("**/v1/chat/completions", stream_of(text))
         say(page, "sea")
         expect(problem).to_contain_text(told)
         assert answer(page) == "ab"

@@ -64,7 +64,7 @@ def plain_chain(network: Eagle3Network, tokens: list[int], features: Tensor, num
                 functional.rms_norm(state, d, network.hidden_norm, config.rms_norm_eps),
             )
         )
-        q, k, v = (network.qkv @ joined).view(-1, config.head_dim).split([4, 2, 2])
+        q, k, v = torch.split((network.qkv @ joined).view(-1, config.head_dim), [4, 2, 2])
         keys.append(rotate(k, i).repeat_interleave(2, 0))
         values.append(v.repeat_interleave(2, 0))
         scores = torch.einsum("hd,nhd->hn", rotate(q, i), torch.stack(keys)) / math.sqrt(config.head_dim)
@@ -149,7 +149,7 @@ def test_gradient_in_blocks_differs_from_that_of_the_loss(kind: str, monkeypatch
     x, weight = torch.randn(9, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
     probs, at = torch.randn(6, 7).mul(3).softmax(-1), torch.tensor([0, 1, 2, 3, 4, 5, 1, 2, 3])
     label, scale = torch.randint(0, 7, (9,)), torch.rand(9)
-    fast, each, right = eagle3.HeadLoss.apply(x, weight, probs, at, label, scale, kind)
+    fast, each, right = eagle3.HeadLoss.apply(x, weight, probs, at, label, scale, kind)  # type: ignore[no-untyped-call]
     gradients = torch.autograd.grad(2 * fast, (x, weight))
     slow = slow_loss(kind, x @ weight.T, probs[at])
     torch.testing.assert_close(each, slow.detach())

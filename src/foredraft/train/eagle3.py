@@ -75,6 +75,11 @@ class Eagle3Network(nn.Module):
     multiplied in.
     """
 
+    embed: Tensor
+    feature_scale: Tensor
+    draft_vocab: Tensor
+    frequencies: Tensor
+
     def __init__(
         self, architecture: Architecture, num_taps: int, draft_vocab: Tensor, embed: Tensor, feature_scale: Tensor
     ) -> None:
@@ -126,8 +131,8 @@ class Eagle3Network(nn.Module):
         hidden = functional.rms_norm(states.float(), d, self.hidden_norm, self.eps)
         qkv = functional.linear(torch.cat((embedded, hidden), dim=1), self.qkv)
         heads = qkv.view(len(tokens), -1, self.head_dim)
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = self._rotate(qk, positions).split([self.num_heads, self.num_kv_heads], dim=1)
+        qk, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = torch.split(self._rotate(qk, positions), [self.num_heads, self.num_kv_heads], dim=1)
         return q, k, v
 
     def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
@@ -231,7 +236,7 @@ def ttt_loss(
         for factor, one in zip(decay, rows, strict=True)
     ]
     normed, at = network.normed(torch.cat(states)), torch.cat(rows)
-    total, each, right = HeadLoss.apply(
+    total, each, right = HeadLoss.apply(  # type: ignore[no-untyped-call]
         normed, network.lm_head, target_probs(batch.target, hard), at, batch.label[at], torch.cat(weights), loss
     )
     sizes = [len(one) for one in rows]
@@ -262,7 +267,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, normed: Tensor, weight: Tensor, probs: Tensor, at: Tensor, label: Tensor, scale: Tensor, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See the class; the gradients are computed along the way."""
@@ -286,7 +291,7 @@ class HeadLoss(torch.autograd.Function):
         return (each * scale).sum(), each, right
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Scale the gradients of ``forward``."""
         grad_x, grad_w = ctx.saved_tensors
         return grad_x * scale.to(grad_x.dtype), None if grad_w is None else grad_w.mul_(scale), None, None, None, None, None

@@ -33,7 +33,7 @@ from foredraft.train.eagle3 import (
     accepted_counts,
     ttt_loss,
 )
-from foredraft.train.features import Text
+from foredraft.train.features import Array, Text
 from foredraft.train.head_file import NUM_DRAFTED, WEIGHTS, write_head
 from foredraft.train.loop import Budget, run
 from foredraft.types import ConfigError, UnsupportedModelError, refuse_unknown
@@ -184,7 +184,8 @@ class Eagle3Job:
 
     def batch(self, texts: Sequence[Text]) -> TextBatch:
         """Texts side by side."""
-        features, last, tokens, labels, positions, rows, where = [], [], [], [], [], [], []
+        features, last, where = list[Array](), list[Array](), list[TextRows]()
+        tokens, labels, positions, rows = list[int](), list[int](), list[int](), list[int]()
         pairs = predicting = 0
         for text in texts:
             n, m = len(text.tokens) - 2, len(text.tokens) - 1 - text.num_prompt
@@ -220,7 +221,7 @@ class Eagle3Job:
         num_steps = 1 if progress < options.first_share else options.num_steps
         with self._autocast():
             total, results = ttt_loss(self.network, batch, num_steps, options.loss, options.step_decay, options.hard)
-        total.backward()
+        torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRADIENT)
         self._optimizer.param_groups[0]["lr"] = options.learning_rate * rate
         self._optimizer.step()

@@ -51,7 +51,7 @@ def head_tensors(network: Eagle3Network, architecture: Architecture) -> dict[str
     """Weights as bfloat16, by their names in the format; ``d2t`` int64 [V'], what to add to a draft id; ``t2d`` bool [V]."""
     layer, attention, mlp = "layers.0.", "layers.0.self_attn.", "layers.0.mlp."
     q, kv = architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
-    q_proj, k_proj, v_proj = network.qkv.split([q, kv, kv])
+    q_proj, k_proj, v_proj = torch.split(network.qkv, [q, kv, kv])
     gate, up = network.gate_up.chunk(2)
     weights = {
         # The states are divided on their way in; here the matrix does it.

@@ -132,10 +132,10 @@ def run(
         if progress >= 1.0:
             return position
         texts = order(seed, position.epoch, job.num_texts)[position.next_text :][:texts_per_step]
-        figures = job.step(texts, progress, budget.rate(progress, position.step))
-        recent.append(figures)
+        learned = job.step(texts, progress, budget.rate(progress, position.step))
+        recent.append(learned)
         position.step += 1
-        position.tokens += int(figures["tokens"])
+        position.tokens += int(learned["tokens"])
         position.next_text += len(texts)
         if position.next_text >= job.num_texts:
             position.epoch, position.next_text = position.epoch + 1, 0

@@ -119,7 +119,8 @@ def _projected(started: Mapping[str, Tensor], small: Architecture, large: Archit
 def principal_axes(rows: Tensor, num_axes: int) -> Tensor:
     """Orthonormal columns [d, num_axes] along which ``rows`` [n, d] reach farthest; evenly spaced ones of many rows suffice."""
     sample = rows[:: max(1, len(rows) // MAX_AXES_ROWS)].double()
-    return torch.linalg.eigh(sample.T @ sample).eigenvectors[:, -num_axes:].flip(1).float()
+    vectors: Tensor = torch.linalg.eigh(sample.T @ sample).eigenvectors
+    return vectors[:, -num_axes:].flip(1).float()
 
 
 def _kept_heads(small: Architecture, large: Architecture) -> Tensor:
@@ -203,7 +204,7 @@ class _TrainingOps(TorchOps):
     ) -> Tensor:
         """See Ops; every row sees its own text up to itself."""
         lengths = layout.attention[window]
-        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        parts = zip(torch.split(q, lengths), torch.split(k, lengths), torch.split(v, lengths), strict=True)
         return torch.cat([_attend(*part, window, scale) for part in parts])
 
 

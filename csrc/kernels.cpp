@@ -169,6 +169,26 @@ inline V exponential(V x) {
 
 // ------------------------------------------------------------------------------------------------ matrix tiles
 
+// Asks for the bytes that a thread reads `kAhead` later, since not every processor fetches ahead by itself.  A thread reads a share of each
+// matrix; beyond the end of one it reads on `jump` bytes further, at its share of the next.
+struct Stream {
+  static constexpr uintptr_t kAhead = 8192;
+  uintptr_t end = UINTPTR_MAX;
+  uintptr_t jump = 0;
+
+  // What is read kAhead after `at`.  Never read through: it may lie outside of any matrix.
+  const char* ahead(const uint8_t* at) const {
+    const uintptr_t place = uintptr_t(at) + kAhead;
+    return (const char*)(place < end ? place : place + jump);
+  }
+  template <int kBytes>
+  void fetch(const uint8_t* at) const {
+    const char* place = ahead(at);
+#pragma GCC unroll 9
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(place + i, 0, 3);
+  }
+};
+
 // out[t][m][16] for M input rows and T tiles of 16 output rows.  x, quants, ... point at the first of the M rows.  Two tiles at once
 // share the broadcast inputs; what an output is summed from, and in which order, does not depend on M or T.
 struct Rows {
@@ -177,6 +197,7 @@ struct Rows {
   const float *scales, *sums;
   const int32_t* isums;
   int cols;
+  Stream streams[2];  // of the first and the second tile
 };
 
 inline int32_t four(const int8_t* p) { int32_t v; memcpy(&v, p, 4); return v; }
@@ -195,15 +216,22 @@ void float_tiles(const uint8_t* first, const uint8_t* second, const Rows& rows, 
     for (int t = 0; t < T; ++t) acc[m][t] = splat(0.0f);
   const float* x[M];
   for (int m = 0; m < M; ++m) x[m] = rows.x + size_t(m) * rows.cols;
-  for (int k = 0; k < rows.cols; ++k) {
-    V w[T];
-    w[0] = load_weights<F>(first, k);
-    if (T > 1) w[T - 1] = load_weights<F>(second, k);
+  constexpr int kStep = 16, kBytes = (F == F32 ? 4 : 2) * kTile;
+  for (int start = 0; start < rows.cols; start += kStep) {
+    const int stop = start + kStep < rows.cols ? start + kStep : rows.cols;
+    const char *ahead = rows.streams[0].ahead(first + size_t(start) * kBytes), *also = rows.streams[1].ahead(second + size_t(start) * kBytes);
+    for (int k = start; k < stop; ++k) {
+      __builtin_prefetch(ahead + (k - start) * kBytes, 0, 3);
+      if (T > 1) __builtin_prefetch(also + (k - start) * kBytes, 0, 3);
+      V w[T];
+      w[0] = load_weights<F>(first, k);
+      if (T > 1) w[T - 1] = load_weights<F>(second, k);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const V xm = splat(x[m][k]);
+      for (int m = 0; m < M; ++m) {
+        const V xm = splat(x[m][k]);
 #pragma GCC unroll 2
-      for (int t = 0; t < T; ++t) acc[m][t] = fma(w[t], xm, acc[m][t]);
+        for (int t = 0; t < T; ++t) acc[m][t] = fma(w[t], xm, acc[m][t]);
+      }
     }
   }
   for (int t = 0; t < T; ++t)
@@ -220,13 +248,14 @@ inline V add_block(V acc, V dots, V scale, V minimum, const Rows& rows, size_t a
 #if defined(__AVX512VNNI__)
 
 template <int M, Format F>
-void quant_tile(const uint8_t* tile, const Rows& rows, float* out) {
+void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, float* out) {
   constexpr int kCodes = F == Q8_0 ? 512 : 256;
   const int blocks = rows.cols / kBlock;
   const __m512i low = _mm512_set1_epi8(15);
   V acc[M];
   for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
   for (int b = 0; b < blocks; ++b) {
+    stream.fetch<block_bytes(F)>(tile);
     __m512i dots[M];
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) dots[m] = F == Q8_0 ? _mm512_set1_epi32(-128 * rows.isums[size_t(m) * blocks + b]) : _mm512_setzero_si512();
@@ -246,111 +275,107 @@ void quant_tile(const uint8_t* tile, const Rows& rows, float* out) {
     const V minimum = F == Q4_1 ? load_half((const uint16_t*)(tile + kCodes + 32)) : scale * splat(-8.0f);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) acc[m] = add_block<F>(acc[m], V{_mm512_cvtepi32_ps(dots[m])}, scale, minimum, rows, size_t(m) * blocks + b);
-    tile += kCodes + (F == Q4_1 ? 64 : 32);
+    tile += block_bytes(F);
   }
   for (int m = 0; m < M; ++m) store(out + m * kTile, acc[m]);
 }
 
 #elif defined(__AVX2__)
 
+// Keeps the compiler from postponing a sum and spilling what it is made of.
+inline void settle(__m256i& sum) { __asm__ volatile("" : "+x"(sum)); }
+
+// Integer dot products of 8 outputs, of which `half` points at the first block of codes, with M rows.
 template <int M, Format F>
-void quant_tile(const uint8_t* tile, const Rows& rows, float* out) {
-  const int blocks = rows.cols / kBlock;
+inline void half_dots(const uint8_t* half, const int8_t* x, int cols, __m256i* dots) {
   const __m256i low = _mm256_set1_epi8(15);
 #if !defined(__AVXVNNI__)
   const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
 #endif
-  V acc[M];
-  for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
-  for (int b = 0; b < blocks; ++b) {
-    const int8_t* x = rows.quants + b * kBlock;
-    __m256i dots[M][2];
+  // Broadcasts are loaded anew for each half: kept from one to the other they would be spilled.
+  __asm__ volatile("" : : : "memory");
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) dots[m][0] = dots[m][1] = _mm256_setzero_si256();
+  for (int m = 0; m < M; ++m) dots[m] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int i = 0; i < (F == Q8_0 ? 8 : 4); ++i) {
+    const __m256i codes = _mm256_loadu_si256((const __m256i*)(half + 64 * i));
     if (F == Q8_0) {
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) {
 #if defined(__AVXVNNI__)
-        __m256i w0 = _mm256_loadu_si256((const __m256i*)(tile + 64 * j)), w1 = _mm256_loadu_si256((const __m256i*)(tile + 64 * j + 32));
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          __m256i xm = _mm256_set1_epi32(four(x + size_t(m) * rows.cols + 4 * j));
-          dots[m][0] = _mm256_dpbusd_avx_epi32(dots[m][0], w0, xm);
-          dots[m][1] = _mm256_dpbusd_avx_epi32(dots[m][1], w1, xm);
-        }
+      for (int m = 0; m < M; ++m) dots[m] = _mm256_dpbusd_avx_epi32(dots[m], codes, _mm256_set1_epi32(four(x + size_t(m) * cols + 4 * i)));
 #else
-        __m256i w0 = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(tile + 64 * j)), flip);
-        __m256i w1 = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(tile + 64 * j + 32)), flip);
-        __m256i a0 = _mm256_abs_epi8(w0), a1 = _mm256_abs_epi8(w1);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          __m256i xm = _mm256_set1_epi32(four(x + size_t(m) * rows.cols + 4 * j));
-          dots[m][0] = _mm256_add_epi32(dots[m][0], _mm256_madd_epi16(_mm256_maddubs_epi16(a0, _mm256_sign_epi8(xm, w0)), ones));
-          dots[m][1] = _mm256_add_epi32(dots[m][1], _mm256_madd_epi16(_mm256_maddubs_epi16(a1, _mm256_sign_epi8(xm, w1)), ones));
-        }
-#endif
-      }
-#if defined(__AVXVNNI__)
-      for (int m = 0; m < M; ++m) {
-        __m256i shift = _mm256_set1_epi32(128 * rows.isums[size_t(m) * blocks + b]);
-        dots[m][0] = _mm256_sub_epi32(dots[m][0], shift);
-        dots[m][1] = _mm256_sub_epi32(dots[m][1], shift);
-      }
-#endif
-    } else {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        __m256i b0 = _mm256_loadu_si256((const __m256i*)(tile + 64 * i)), b1 = _mm256_loadu_si256((const __m256i*)(tile + 64 * i + 32));
-        __m256i l0 = _mm256_and_si256(b0, low), l1 = _mm256_and_si256(b1, low);
-        __m256i h0 = _mm256_and_si256(_mm256_srli_epi16(b0, 4), low), h1 = _mm256_and_si256(_mm256_srli_epi16(b1, 4), low);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          const int8_t* xm = x + size_t(m) * rows.cols + 8 * i;
-          __m256i x0 = _mm256_set1_epi32(four(xm)), x1 = _mm256_set1_epi32(four(xm + 4));
-#if defined(__AVXVNNI__)
-          dots[m][0] = _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dots[m][0], l0, x0), h0, x1);
-          dots[m][1] = _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dots[m][1], l1, x0), h1, x1);
-#else
-          // 16 products of at most 15 * 127 fit into 16 bits: a block needs widening only once.
-          dots[m][0] = _mm256_add_epi16(dots[m][0], _mm256_add_epi16(_mm256_maddubs_epi16(l0, x0), _mm256_maddubs_epi16(h0, x1)));
-          dots[m][1] = _mm256_add_epi16(dots[m][1], _mm256_add_epi16(_mm256_maddubs_epi16(l1, x0), _mm256_maddubs_epi16(h1, x1)));
-#endif
-        }
-      }
-#if !defined(__AVXVNNI__)
+      const __m256i w = _mm256_xor_si256(codes, flip), size = _mm256_abs_epi8(w);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        dots[m][0] = _mm256_madd_epi16(dots[m][0], ones);
-        dots[m][1] = _mm256_madd_epi16(dots[m][1], ones);
+        const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(four(x + size_t(m) * cols + 4 * i)), w);
+        dots[m] = _mm256_add_epi32(dots[m], _mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones));
+        settle(dots[m]);
       }
 #endif
+      continue;
     }
-    tile += F == Q8_0 ? 512 : 256;
-    V scale = load_half((const uint16_t*)tile), minimum = scale;
-    tile += 32;
-    if (F == Q4_1) {
-      minimum = load_half((const uint16_t*)tile);
-      tile += 32;
-    } else if (F == Q4_0) {
-      minimum = scale * splat(-8.0f);
-    }
+    const __m256i w0 = _mm256_and_si256(codes, low), w1 = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      V dot = {_mm256_cvtepi32_ps(dots[m][0]), _mm256_cvtepi32_ps(dots[m][1])};
-      acc[m] = add_block<F>(acc[m], dot, scale, minimum, rows, size_t(m) * blocks + b);
+      const int8_t* xm = x + size_t(m) * cols + 8 * i;
+      const __m256i x0 = _mm256_set1_epi32(four(xm)), x1 = _mm256_set1_epi32(four(xm + 4));
+#if defined(__AVXVNNI__)
+      dots[m] = _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dots[m], w0, x0), w1, x1);
+#else
+      // 16 products of at most 15 * 127 fit into 16 bits: a block needs widening only once.
+      dots[m] = _mm256_add_epi16(dots[m], _mm256_add_epi16(_mm256_maddubs_epi16(w0, x0), _mm256_maddubs_epi16(w1, x1)));
+#endif
+      settle(dots[m]);
     }
   }
-  for (int m = 0; m < M; ++m) store(out + m * kTile, acc[m]);
+#if !defined(__AVXVNNI__)
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+    if (F != Q8_0) dots[m] = _mm256_madd_epi16(dots[m], ones);
+#endif
+}
+
+// The 8 outputs of each half in turn: with all 16 at once the sums of several rows would not fit into the registers.
+template <int M, Format F>
+void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, float* out) {
+  constexpr int kCodes = F == Q8_0 ? 512 : 256;
+  const int blocks = rows.cols / kBlock;
+  __m256 acc[2][M];
+  for (int m = 0; m < M; ++m) acc[0][m] = acc[1][m] = _mm256_setzero_ps();
+  for (int b = 0; b < blocks; ++b) {
+    stream.fetch<block_bytes(F)>(tile);
+    const uint16_t* scales = (const uint16_t*)(tile + kCodes);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      __m256i dots[M];
+      half_dots<M, F>(tile + 32 * half, rows.quants + b * kBlock, rows.cols, dots);
+      const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(scales + 8 * half)));
+      const __m256 minimum = F == Q4_1 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(scales + kTile + 8 * half)))
+                                       : _mm256_mul_ps(scale, _mm256_set1_ps(-8.0f));
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const size_t at = size_t(m) * blocks + b;
+#if defined(__AVXVNNI__)
+        if (F == Q8_0) dots[m] = _mm256_sub_epi32(dots[m], _mm256_set1_epi32(128 * rows.isums[at]));
+#endif
+        const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[m]), _mm256_mul_ps(scale, _mm256_set1_ps(rows.scales[at])), acc[half][m]);
+        acc[half][m] = F == Q8_0 ? sum : _mm256_fmadd_ps(minimum, _mm256_set1_ps(rows.sums[at]), sum);
+      }
+    }
+    tile += block_bytes(F);
+  }
+  for (int m = 0; m < M; ++m) store(out + m * kTile, V{acc[0][m], acc[1][m]});
 }
 
 #else
 
 template <int M, Format F>
-void quant_tile(const uint8_t* tile, const Rows& rows, float* out) {
+void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, float* out) {
   const int blocks = rows.cols / kBlock;
   V acc[M];
   for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
   for (int b = 0; b < blocks; ++b) {
+    stream.fetch<block_bytes(F)>(tile);
     int8_t w[kBlock][kTile];
     for (int k = 0; k < kBlock; ++k)
       for (int lane = 0; lane < kTile; ++lane)
@@ -381,46 +406,51 @@ void quant_tile(const uint8_t* tile, const Rows& rows, float* out) {
 #endif
 
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 8;
+constexpr int kMaxRows = 8, kMaxPairRows = 8;
 #elif defined(__AVX2__)
-constexpr int kMaxRows = 5;
+constexpr int kMaxRows = 6, kMaxPairRows = 3;
 #else
-constexpr int kMaxRows = 4;
+constexpr int kMaxRows = 4, kMaxPairRows = 4;
 #endif
 
 template <int M>
-void tile_rows(Format format, const uint8_t* tile, const Rows& rows, float* out) {
+void tile_rows(Format format, const uint8_t* tile, const Rows& rows, int stream, float* out) {
   switch (format) {
     case F32: return float_tiles<M, 1, F32>(tile, tile, rows, out);
     case F16: return float_tiles<M, 1, F16>(tile, tile, rows, out);
     case BF16: return float_tiles<M, 1, BF16>(tile, tile, rows, out);
-    case Q8_0: return quant_tile<M, Q8_0>(tile, rows, out);
-    case Q4_0: return quant_tile<M, Q4_0>(tile, rows, out);
-    case Q4_1: return quant_tile<M, Q4_1>(tile, rows, out);
+    case Q8_0: return quant_tile<M, Q8_0>(tile, rows, rows.streams[stream], out);
+    case Q4_0: return quant_tile<M, Q4_0>(tile, rows, rows.streams[stream], out);
+    case Q4_1: return quant_tile<M, Q4_1>(tile, rows, rows.streams[stream], out);
   }
 }
 
+// Two tiles at once where the registers suffice for their sums.
 template <int M>
 void tile_pair(Format format, const uint8_t* first, const uint8_t* second, const Rows& rows, float* out) {
-  switch (format) {
-    case F32: return float_tiles<M, 2, F32>(first, second, rows, out);
-    case F16: return float_tiles<M, 2, F16>(first, second, rows, out);
-    case BF16: return float_tiles<M, 2, BF16>(first, second, rows, out);
-    default: tile_rows<M>(format, first, rows, out); tile_rows<M>(format, second, rows, out + M * kTile);
+  if constexpr (M <= kMaxPairRows) {
+    switch (format) {
+      case F32: return float_tiles<M, 2, F32>(first, second, rows, out);
+      case F16: return float_tiles<M, 2, F16>(first, second, rows, out);
+      case BF16: return float_tiles<M, 2, BF16>(first, second, rows, out);
+      default: break;
+    }
   }
+  tile_rows<M>(format, first, rows, 0, out);
+  tile_rows<M>(format, second, rows, 1, out + M * kTile);
 }
 
 // One tile, or two when `second` is not null: out[1 or 2][num_rows][16].
 void some_rows(int num_rows, Format format, const uint8_t* first, const uint8_t* second, const Rows& rows, float* out) {
 #define FOREDRAFT_ROWS(m) \
-  case m: return second ? tile_pair<m>(format, first, second, rows, out) : tile_rows<m>(format, first, rows, out);
+  case m: return second ? tile_pair<m>(format, first, second, rows, out) : tile_rows<m>(format, first, rows, 0, out);
   switch (num_rows) {
     FOREDRAFT_ROWS(1) FOREDRAFT_ROWS(2) FOREDRAFT_ROWS(3) FOREDRAFT_ROWS(4)
 #if defined(__AVX2__)
-    FOREDRAFT_ROWS(5)
+    FOREDRAFT_ROWS(5) FOREDRAFT_ROWS(6)
 #endif
 #if defined(__AVX512F__)
-    FOREDRAFT_ROWS(6) FOREDRAFT_ROWS(7) FOREDRAFT_ROWS(8)
+    FOREDRAFT_ROWS(7) FOREDRAFT_ROWS(8)
 #endif
   }
 #undef FOREDRAFT_ROWS
@@ -429,15 +459,22 @@ void some_rows(int num_rows, Format format, const uint8_t* first, const uint8_t*
 inline Rows rows_at(const Activations& in, int row, int cols) {
   const size_t blocks = size_t(cols) / kBlock;
   return {in.values + size_t(row) * cols, in.quants + size_t(row) * cols, in.scales + row * blocks, in.sums + row * blocks,
-          in.isums + row * blocks, cols};
+          in.isums + row * blocks, cols, {}};
+}
+
+// Where a thread reads on after tiles [begin, end) of `w`, `offset` bytes into its share of the next matrix.
+inline Stream stream_to(const Matrix& w, int end, const uint8_t* next, uintptr_t offset) {
+  const uintptr_t stop = uintptr_t(w.tile(end));
+  return {stop, next ? uintptr_t(next) + offset - stop : 0};
 }
 
 // Input rows are taken in chunks that stay in the second-level cache while the weights stream past.
 constexpr int kChunkRows = 120;
 
-// For tiles [begin, end): sink(row, tile, values of 16 outputs).
+// For tiles [begin, end): sink(row, tile, values of 16 outputs).  `next`, unless null, is what this thread multiplies with afterwards.
 template <class Sink>
-inline void product(const Matrix& w, const Activations& in, int num_rows, int begin, int end, Sink sink) {
+inline void product(const Matrix& w, const Activations& in, int num_rows, int begin, int end, const uint8_t* next, Sink sink) {
+  const Stream stream = stream_to(w, end, next, 0);
   float out[2 * kMaxRows * kTile];
   for (int chunk = 0; chunk < num_rows; chunk += kChunkRows) {
     const int stop = chunk + kChunkRows < num_rows ? chunk + kChunkRows : num_rows;
@@ -447,7 +484,8 @@ inline void product(const Matrix& w, const Activations& in, int num_rows, int be
       const int count = end - t < width ? 1 : width;
       for (int row = chunk; row < stop;) {
         const int m = stop - row < kMaxRows ? stop - row : kMaxRows;
-        const Rows rows = rows_at(in, row, w.cols);
+        Rows rows = rows_at(in, row, w.cols);
+        rows.streams[0] = rows.streams[1] = stream;
         some_rows(m, w.format, w.tile(t), count == 2 ? w.tile(t + 1) : nullptr, rows, out);
         for (int j = 0; j < count; ++j)
           for (int i = 0; i < m; ++i) sink(row + i, t + j, out + (j * m + i) * kTile);
@@ -567,6 +605,8 @@ struct Attention {
   float* outs[8];
   float inverses[8];
 
+  static constexpr int kAhead = 4;  // groups of 16 keys
+
   size_t block_base(int key) const {
     const int32_t block = pass.tables[pass.table_of[item.first_row] + key / model.block_size];
     return (size_t(block) * model.kv_heads + item.kv_head) * model.block_size * model.head_dim;
@@ -578,11 +618,21 @@ struct Attention {
       const int row = item.first_row + (item.first_query + i) / group, head = item.kv_head * group + (item.first_query + i) % group;
       positions[i] = pass.positions[row];
       firsts[i] = layer.window && positions[i] >= layer.window ? positions[i] - layer.window + 1 : 0;
+      if (pass.first_keys && firsts[i] < pass.first_keys[row]) firsts[i] = pass.first_keys[row];
       queries[i] = pass.qkv + size_t(row) * stride + head * dim;
       outs[i] = pass.in.values + size_t(row) * model.heads * dim + head * dim;
     }
     origin = firsts[0] / kTile * kTile;
     last = positions[item.num_queries - 1];
+  }
+
+  // Asks for the 16 keys, or their values, from `key` on.
+  template <bool kHalf>
+  void fetch(const uint8_t* cache, int key) const {
+    if (key > last || model.block_size % kTile) return;
+    const int width = model.head_dim * (kHalf ? 2 : 4);
+    const uint8_t* place = cache + block_base(key) * (kHalf ? 2 : 4) + size_t(key % model.block_size) * width;
+    for (int i = 0; i < kTile * width; i += 64) __builtin_prefetch(place + i, 0, 3);
   }
 
   // Scores of G times 16 keys from `key` on.  Keys lie as [dim][16 keys] where blocks are multiples of 16, so that 16 scores are summed at
@@ -624,7 +674,12 @@ struct Attention {
     constexpr int kGroups = N <= 2 ? 4 : N <= 4 ? 2 : 1;
     float gathered[256 * kTile];
     int key = origin;
-    for (; key + (kGroups - 1) * kTile <= last; key += kGroups * kTile) score_groups<kHalf, N, kGroups>(key, gathered);
+    for (int i = 0; i < kAhead; ++i) fetch<kHalf>(layer.keys, key + i * kTile);
+    for (; key + (kGroups - 1) * kTile <= last; key += kGroups * kTile) {
+      for (int i = 0; i < kGroups; ++i) fetch<kHalf>(layer.keys, key + (kAhead + i) * kTile);
+      score_groups<kHalf, N, kGroups>(key, gathered);
+    }
+    for (int i = 0; i < kAhead; ++i) fetch<kHalf>(layer.values, origin + i * kTile);
     for (; key <= last; key += kTile) score_groups<kHalf, N, 1>(key, gathered);
   }
 
@@ -667,6 +722,8 @@ struct Attention {
     const int dim = model.head_dim, size = model.block_size;
     for (int key = begin; key < end;) {
       const int run = size - key % size < end - key ? size - key % size : end - key;
+      if (N > 1 && column == 0)
+        for (int ahead = key / kTile * kTile; ahead < key + run; ahead += kTile) fetch<kHalf>(layer.values, ahead + kAhead * kTile);
       const size_t base = block_base(key) + size_t(key % size) * dim + column;
       const float* weights = scores + i * pass.score_stride + key - origin;
       for (int j = 0; j < run; ++j) {
@@ -716,6 +773,14 @@ struct Attention {
     score<kHalf, N>();
     for (int i = 0; i < N; ++i) weigh(i);
     collect<kHalf, N>();
+    if (is_quantised(layer.o.format) && model.head_dim % kBlock == 0)
+      for (int i = 0; i < N; ++i) quantise_out(i);
+  }
+
+  // What query i collected, as input of the product with layer.o; for heads of whole blocks.
+  void quantise_out(int i) const {
+    const size_t at = size_t(outs[i] - pass.in.values), block = at / kBlock;
+    quantise_row(outs[i], model.head_dim, pass.in.quants + at, pass.in.scales + block, pass.in.sums + block, pass.in.isums + block);
   }
 
   template <bool kHalf>
@@ -751,20 +816,25 @@ struct Worker {
 
   float* x(int row) const { return pass.x + size_t(row) * model.hidden; }
 
-  // Rows of x, normalised, as input of a product with w.
+  // The first of this thread's tiles.
+  const uint8_t* own(const Matrix& w) const { return w.tile(share(w.tiles(), thread, num_threads).begin); }
+
+  // Rows of x, normalised if there is a norm, as input of a product with w.
   void prepare(const float* norm, const Matrix& w) {
     for (int row = mine.begin; row < mine.end; ++row) {
-      rms_norm(x(row), norm, model.hidden, model.eps, pass.in.values + size_t(row) * model.hidden);
+      float* in = pass.in.values + size_t(row) * model.hidden;
+      if (norm) rms_norm(x(row), norm, model.hidden, model.eps, in);
+      else memcpy(in, x(row), sizeof(float) * model.hidden);
       if (is_quantised(w.format)) quantise(pass.in, row, w.cols);
     }
     barrier.wait();
   }
 
   // x += in W^T, with a norm in between for families that have one.
-  void add_product(const Matrix& w, const Activations& in, const float* norm) {
+  void add_product(const Matrix& w, const Activations& in, const float* norm, const uint8_t* next) {
     const Share tiles = share(w.tiles(), thread, num_threads);
     float* to = norm ? pass.y : pass.x;
-    product(w, in, pass.num_rows, tiles.begin, tiles.end, [&](int row, int t, const float* out) {
+    product(w, in, pass.num_rows, tiles.begin, tiles.end, next, [&](int row, int t, const float* out) {
       float* place = to + size_t(row) * w.rows + t * kTile;
       store(place, norm ? load(out) : load(place) + load(out));
     });
@@ -777,30 +847,36 @@ struct Worker {
     }
   }
 
-  // Norms of heads, rotation, and writing keys and values to the cache.
+  // Heads of queries, then of keys, then of values.
+  Share own_heads() const { return share(model.heads + 2 * model.kv_heads, thread, num_threads); }
+
+  const uint8_t* own_qkv(const Layer& layer) const { return layer.qkv.tile(own_heads().begin * (model.head_dim / kTile)); }
+
+  // Norms of this thread's heads, rotation, and writing keys and values to the cache.
   void place_heads(const Layer& layer) {
     const int dim = model.head_dim, half = dim / 2, stride = (model.heads + 2 * model.kv_heads) * dim;
-    for (int row = mine.begin; row < mine.end; ++row) {
+    const Share own = own_heads();
+    for (int row = 0; row < pass.num_rows; ++row) {
       float* heads = pass.qkv + size_t(row) * stride;
       const int position = pass.positions[row];
       const float* cosine = pass.rotations + (size_t(layer.rope) * pass.num_rows + row) * dim;
       const float* sine = cosine + half;
-      for (int h = 0; h < model.heads + model.kv_heads; ++h) {
+      for (int h = own.begin; h < own.end && h < model.heads + model.kv_heads; ++h) {
         const float* norm = h < model.heads ? layer.q_norm : layer.k_norm;
         if (norm) rms_norm(heads + h * dim, norm, dim, model.eps, heads + h * dim);
         rotate(heads + h * dim, cosine, sine, dim);
       }
       const int block = pass.tables[pass.table_of[row] + position / model.block_size];
-      for (int g = 0; g < model.kv_heads; ++g) {
-        const size_t base = (size_t(block) * model.kv_heads + g) * model.block_size * dim;
+      for (int h = own.begin > model.heads ? own.begin : model.heads; h < own.end; ++h) {
+        const bool is_key = h < model.heads + model.kv_heads;
+        const size_t group = size_t(h - model.heads - (is_key ? 0 : model.kv_heads));
+        const size_t base = (size_t(block) * model.kv_heads + group) * model.block_size * dim;
         const int offset = position % model.block_size;
-        const float *key = heads + (model.heads + g) * dim, *value = heads + (model.heads + model.kv_heads + g) * dim;
-        write_row(layer.values, base + size_t(offset) * dim, 1, value);
-        if (model.block_size % kTile) write_row(layer.keys, base + size_t(offset) * dim, 1, key);
-        else write_row(layer.keys, base + size_t(offset / kTile * kTile) * dim + offset % kTile, kTile, key);
+        uint8_t* cache = is_key ? layer.keys : layer.values;
+        if (!is_key || model.block_size % kTile) write_row(cache, base + size_t(offset) * dim, 1, heads + h * dim);
+        else write_row(cache, base + size_t(offset / kTile * kTile) * dim + offset % kTile, kTile, heads + h * dim);
       }
     }
-    barrier.wait();
   }
 
   // One head's values to the cache, `step` places apart.
@@ -816,17 +892,22 @@ struct Worker {
     }
   }
 
-  void attention(const Layer& layer, int* next_item) {
-    const int dim = model.head_dim, width = model.heads * dim;
-    const int stride = (model.heads + 2 * model.kv_heads) * dim;
-    const Share tiles = share(layer.qkv.tiles(), thread, num_threads);
-    product(layer.qkv, pass.in, pass.num_rows, tiles.begin, tiles.end, [&](int row, int t, const float* out) {
+  // Queries, keys and values; the latter two go to the cache.
+  void project(const Layer& layer) {
+    const int dim = model.head_dim, stride = (model.heads + 2 * model.kv_heads) * dim;
+    // Whole heads, so that a thread can place what it has computed without waiting for others.
+    const Share own_part = own_heads();
+    const int tiles = dim / kTile;
+    product(layer.qkv, pass.in, pass.num_rows, own_part.begin * tiles, own_part.end * tiles, own(layer.o), [&](int row, int t, const float* out) {
       V value = load(out);
       if (layer.qkv_bias) value = value + load(layer.qkv_bias + t * kTile);
       store(pass.qkv + size_t(row) * stride + t * kTile, value);
     });
-    barrier.wait();
     place_heads(layer);
+    barrier.wait();
+  }
+
+  void attend(const Layer& layer, int* next_item) {
     float* scores = pass.scores + size_t(thread) * kMaxAttentionQueries * pass.score_stride;
     for (;;) {
       const int i = __atomic_fetch_add(next_item, 1, __ATOMIC_RELAXED);
@@ -836,16 +917,22 @@ struct Worker {
       else attention.run_any<false>();
     }
     barrier.wait();
-    if (!is_quantised(layer.o.format)) return;
-    for (int row = mine.begin; row < mine.end; ++row) quantise(pass.in, row, width);
+    if (!is_quantised(layer.o.format) || model.head_dim % kBlock == 0) return;
+    for (int row = mine.begin; row < mine.end; ++row) quantise(pass.in, row, model.heads * model.head_dim);
     barrier.wait();
   }
+
+  // Pairs of gate tiles, with the up tiles of the same columns.
+  Share gated_units() const { return share((model.intermediate / kTile + 1) / 2, thread, num_threads); }
 
   // gate and up tiles of the same columns together, activated, and quantised as soon as a block of 32 columns is complete.
   void gated_product(const Layer& layer) {
     const int columns = model.intermediate, half = columns / kTile;
     const bool quantised = is_quantised(layer.down.format);
-    const Share units = share((half + 1) / 2, thread, num_threads);
+    const Share units = gated_units();
+    const int last = 2 * units.end < half ? 2 * units.end : half;
+    const Stream streams[2] = {stream_to(layer.gate_up, last, own(layer.down), 0),
+                               stream_to(layer.gate_up, half + last, own(layer.down), Stream::kAhead)};
     float out[2 * kMaxRows * kTile];
     for (int chunk = 0; chunk < pass.num_rows; chunk += kChunkRows) {
       const int stop = chunk + kChunkRows < pass.num_rows ? chunk + kChunkRows : pass.num_rows;
@@ -853,7 +940,9 @@ struct Worker {
         for (int row = chunk; row < stop;) {
           const int m = stop - row < kMaxRows ? stop - row : kMaxRows;
           for (int t = 2 * unit; t < 2 * unit + 2 && t < half; ++t) {
-            const Rows in = rows_at(pass.in, row, layer.gate_up.cols);
+            Rows in = rows_at(pass.in, row, layer.gate_up.cols);
+            in.streams[0] = streams[0];
+            in.streams[1] = streams[1];
             some_rows(m, layer.gate_up.format, layer.gate_up.tile(t), layer.gate_up.tile(half + t), in, out);
             for (int i = 0; i < m; ++i)
               store(pass.mid.values + size_t(row + i) * columns + t * kTile, gated(load(out + i * kTile), load(out + (m + i) * kTile), model.gelu));
@@ -884,7 +973,7 @@ struct Worker {
     }
     barrier.wait();
     const Share tiles = share(model.head.tiles(), thread, num_threads);
-    product(model.head, pass.in, pass.num_logits, tiles.begin, tiles.end, [&](int row, int t, const float* out) {
+    product(model.head, pass.in, pass.num_logits, tiles.begin, tiles.end, nullptr, [&](int row, int t, const float* out) {
       float* place = pass.logits + size_t(row) * model.head.rows + t * kTile;
       const int n = model.head.rows - t * kTile < kTile ? model.head.rows - t * kTile : kTile;
       memcpy(place, out, sizeof(float) * n);
@@ -912,11 +1001,12 @@ struct Worker {
       const Layer& layer = model.layers[i];
       tap(i);
       prepare(layer.attn_norm, layer.qkv);
-      attention(layer, pass.next_items + i);
-      add_product(layer.o, pass.in, layer.post_attn_norm);
+      project(layer);
+      attend(layer, pass.next_items + i);
+      add_product(layer.o, pass.in, layer.post_attn_norm, layer.gate_up.tile(2 * gated_units().begin));
       prepare(layer.mlp_norm, layer.gate_up);
       gated_product(layer);
-      add_product(layer.down, pass.mid, layer.post_mlp_norm);
+      add_product(layer.down, pass.mid, layer.post_mlp_norm, i + 1 < model.num_layers ? own_qkv(model.layers[i + 1]) : own(model.head));
     }
     tap(model.num_layers);
     barrier.wait();
@@ -928,9 +1018,11 @@ void run(const Model& model, Pass& pass, int thread, int num_threads, Barrier& b
   Worker{model, pass, thread, num_threads, barrier, share(pass.num_rows, thread, num_threads)}.run();
 }
 
+#include "head.inc"
+
 void linear(const Matrix& w, const Activations& in, int num_rows, float* y) {
   for (int row = 0; is_quantised(w.format) && row < num_rows; ++row) quantise(in, row, w.cols);
-  product(w, in, num_rows, 0, w.tiles(), [&](int row, int t, const float* out) {
+  product(w, in, num_rows, 0, w.tiles(), nullptr, [&](int row, int t, const float* out) {
     const int n = w.rows - t * kTile < kTile ? w.rows - t * kTile : kTile;
     memcpy(y + size_t(row) * w.rows + t * kTile, out, sizeof(float) * n);
   });
@@ -1037,7 +1129,7 @@ size_t contenders(const int64_t* tokens, const double* log_probs, size_t count, 
 #define FOREDRAFT_STRING(x) #x
 #define FOREDRAFT_NAME(x) FOREDRAFT_STRING(x)
 extern const Kernels kernels;
-const Kernels kernels = {FOREDRAFT_NAME(FOREDRAFT_ISA), kMaxQueries, run, linear, sum_weights, contenders};
+const Kernels kernels = {FOREDRAFT_NAME(FOREDRAFT_ISA), kMaxQueries, run, run_head, linear, sum_weights, contenders};
 
 }  // namespace FOREDRAFT_ISA
 }  // namespace foredraft

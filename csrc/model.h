@@ -22,15 +22,12 @@ constexpr int kBlock = 32;
 
 inline bool is_quantised(Format format) { return format >= Q8_0; }
 
+// Of 32 columns of a quantised tile.
+constexpr int block_bytes(Format format) { return format == Q8_0 ? 512 + 32 : format == Q4_0 ? 256 + 32 : 256 + 64; }
+
 inline size_t tile_bytes(Format format, int cols) {
-  switch (format) {
-    case F32: return size_t(cols) * kTile * 4;
-    case F16:
-    case BF16: return size_t(cols) * kTile * 2;
-    case Q8_0: return size_t(cols / kBlock) * (512 + 32);
-    case Q4_0: return size_t(cols / kBlock) * (256 + 32);
-    default: return size_t(cols / kBlock) * (256 + 64);
-  }
+  if (is_quantised(format)) return size_t(cols / kBlock) * block_bytes(format);
+  return size_t(cols) * kTile * (format == F32 ? 4 : 2);
 }
 
 struct Matrix {
@@ -84,6 +81,7 @@ struct Pass {
   const int32_t *tokens, *positions;  // [num_rows]
   const int32_t* tables;              // block tables of all sequences, one after the other
   const int32_t* table_of;            // [num_rows]: where in tables the row's sequence begins
+  const int32_t* first_keys;          // [num_rows]: keys before this position are not there; null: all are
   const int32_t* logit_rows;          // [num_logits]
   const int32_t* taps;                // [num_taps] layer indices, num_layers for the last layer's output
   float* logits;                      // [num_logits][vocabulary]
@@ -96,6 +94,37 @@ struct Pass {
   size_t score_stride;
   const AttentionItem* items;
   int* next_items;  // per layer: the next item that nobody has taken
+};
+
+// A draft head on the states of a target (EAGLE, 2401.15077; EAGLE-3, 2503.01840).  Its decoder layers are a Model; a row stands for a
+// token and the feature of the token before it.  Pointers that a head does without are null.
+struct Head {
+  // EAGLE-3: feature = fc(states), and the first layer reads [norm(embedding), norm(feature)].  EAGLE: feature = states, and the first
+  // layer's input is fc([embedding, feature]).
+  bool fuses_states;
+  bool norm_before_residual;  // the residual stream begins with the normalised feature
+  bool norm_output;           // what is fed back as the next feature is normalised
+  int num_states, state_size;
+  float state_eps;
+  const float* state_norms;    // [num_states][state_size]: each state by itself
+  const float* states_norm;    // [num_states * state_size]: all together
+  const float* hidden_norm;    // [hidden]
+  Matrix fc;
+  const float* fc_bias;           // [hidden]
+  const float* const* o_biases;   // [num_layers], each [hidden] or null
+};
+
+struct HeadPass {
+  Pass all;           // every row: what layers before the last compute, and keys and values of the last
+  Pass last;          // the rows of logits only: the rest of the last layer; the same buffers where these are all rows
+  bool same;          // whether they are
+  int num_state_rows;
+  const float* states;     // [num_state_rows][num_states * state_size]
+  const int32_t* row_of;   // [num_state_rows]: the row whose feature comes from them
+  float* features;         // [num_rows][hidden]: given for the other rows, written for these
+  float* outputs;          // [num_logits][hidden]: next features
+  int32_t* best;           // [num_logits]: the likeliest token of each row of logits
+  float* probabilities;    // [num_logits]: its probability
 };
 
 // Threads of a pass meet here; the last one to arrive lets the others go.
@@ -128,6 +157,7 @@ struct Kernels {
   const char* name;
   int max_queries;  // of one attention item
   void (*run)(const Model&, Pass&, int thread, int num_threads, Barrier&);
+  void (*run_head)(const Model&, const Head&, HeadPass&, int thread, int num_threads, Barrier&);
   // y [m][rows] = x [m][cols] W^T, for tests of one product.
   void (*linear)(const Matrix&, const Activations&, int num_rows, float* y);
   // Sum of e^((row - top) / temperature) over a row of floats or doubles.

@@ -4,6 +4,7 @@
 #include "dispatch.h"
 #include "plan.h"
 #include "pool.h"
+#include "suffix.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -207,12 +208,19 @@ Matrix as_matrix(const Bytes& packed, int format, int rows, int cols) {
   return matrix;
 }
 
+// Threads that the models of one engine share, since they run one after the other: threads of its own would only be in the way.
+struct Crew {
+  explicit Crew(int num_threads) : pool(num_threads) {}
+  Pool pool;
+  std::mutex running;
+};
+
 // The network with its threads and scratch memory.  Arrays handed in must outlive it; the Python side keeps them.
 class NativeModel {
  public:
   NativeModel(int hidden, int intermediate, int heads, int kv_heads, int head_dim, int block_size, int num_layers, float eps,
               float attention_scale, float embedding_scale, bool gelu, bool half_cache, int threads, const std::string& isa)
-      : kernels_(kernels_by_name(isa)), pool_(threads), layers_(num_layers) {
+      : kernels_(kernels_by_name(isa)), crew_(std::make_shared<Crew>(threads)), layers_(num_layers) {
     model_.hidden = hidden;
     model_.intermediate = intermediate;
     model_.heads = heads;
@@ -229,7 +237,9 @@ class NativeModel {
   }
 
   const char* isa() const { return kernels_.name; }
-  int threads() const { return pool_.size(); }
+  int threads() const { return crew_->pool.size(); }
+  const Kernels& kernels() const { return kernels_; }
+  std::shared_ptr<Crew> crew() const { return crew_; }
 
   void set_ends(Matrix embed, Floats norm, Matrix head) {
     model_.embed = embed;
@@ -280,12 +290,13 @@ class NativeModel {
     pass.positions = positions.data();
     pass.tables = tables.data();
     pass.table_of = table_of.data();
+    pass.first_keys = nullptr;
     pass.logit_rows = logit_rows.data();
     pass.taps = taps.data();
     pass.logits = logits.data();
     pass.tapped = tapped.data();
     nb::gil_scoped_release unlocked;
-    std::lock_guard<std::mutex> lock(running_);
+    std::lock_guard<std::mutex> lock(crew_->running);
     int last = 0;
     for (size_t i = 0; i < rows; ++i) last = std::max(last, pass.positions[i]);
     const size_t heads_width = size_t(model_.heads) * model_.head_dim, kv_width = size_t(model_.kv_heads) * model_.head_dim;
@@ -296,25 +307,26 @@ class NativeModel {
     pass.in = in_.of(std::max(rows, size_t(pass.num_logits)), std::max(heads_width, size_t(model_.hidden)));
     pass.mid = mid_.of(rows, size_t(model_.intermediate));
     pass.score_stride = (size_t(last) + 32) / 16 * 16;
-    pass.scores = scores_.of(size_t(pool_.size()) * kMaxAttentionQueries * pass.score_stride);
-    const std::vector<AttentionItem> items = plan_attention(model_, pass, kernels_.max_queries, pool_.size());
+    pass.scores = scores_.of(size_t(crew_->pool.size()) * kMaxAttentionQueries * pass.score_stride);
+    const std::vector<AttentionItem> items = plan_attention(model_, pass, kernels_.max_queries, crew_->pool.size());
     std::vector<int> next_items(model_.num_layers, 0);
     pass.items = items.data();
     pass.num_items = int(items.size());
     pass.next_items = next_items.data();
-    pool_.run([&](int thread, Barrier& barrier) { kernels_.run(model_, pass, thread, pool_.size(), barrier); });
+    crew_->pool.run([&](int thread, Barrier& barrier) { kernels_.run(model_, pass, thread, crew_->pool.size(), barrier); });
   }
 
  private:
   const Kernels& kernels_;
-  Pool pool_;
+  std::shared_ptr<Crew> crew_;
   std::vector<Layer> layers_;
   std::vector<const double*> ropes_;
   Model model_{};
-  std::mutex running_;
   Buffer<float> x_, y_, qkv_, rotations_, scores_;
   ActivationBuffers in_, mid_;
 };
+
+#include "head_module.inc"
 
 void linear(Matrix matrix, ConstFloats x, Floats y, const std::string& isa) {
   const size_t rows = x.shape(0), cols = x.shape(1);
@@ -380,4 +392,15 @@ NB_MODULE(_native, module) {
            nb::arg("post_attn_norm").none(), nb::arg("post_mlp_norm").none(), nb::arg("frequencies"), nb::arg("window"), nb::arg("keys"),
            nb::arg("values"))
       .def("run", &NativeModel::run);
+  nb::class_<NativeHead>(module, "Head")
+      .def(nb::init<const NativeModel&, int, int, int, int, int, int, int, float, float, bool, bool, bool, bool, bool, int, int, float>())
+      .def("set_inputs", &NativeHead::set_inputs, nb::arg("embed"), nb::arg("fc"), nb::arg("fc_bias").none(), nb::arg("state_norms").none(),
+           nb::arg("states_norm").none(), nb::arg("hidden_norm").none())
+      .def("set_layer", &NativeHead::set_layer, nb::arg("index"), nb::arg("qkv"), nb::arg("o"), nb::arg("gate_up"), nb::arg("down"),
+           nb::arg("attn_norm").none(), nb::arg("mlp_norm"), nb::arg("qkv_bias").none(), nb::arg("q_norm").none(),
+           nb::arg("k_norm").none(), nb::arg("o_bias").none(), nb::arg("frequencies"), nb::arg("keys"), nb::arg("values"))
+      .def("set_output", &NativeHead::set_output, nb::arg("norm").none(), nb::arg("head"), nb::arg("target_ids"))
+      .def("run", &NativeHead::run)
+      .def("draft", &NativeHead::draft);
+  bind_suffix(module);
 }

@@ -17,18 +17,33 @@ from foredraft.controller import Controller
 from foredraft.cost import PassTimes
 from foredraft.drafters.context import draws_for
 from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.eagle import EagleDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.ngram_table import NgramTable
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.engine import Emission, Engine
+from foredraft.grammar import Grammars, TokenTable
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Detokenizer
 from foredraft.replay import Record
 from foredraft.sampling import STREAM_TARGET, PositionNoise, distribution, token_logprobs
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.train.suffix import fit
-from foredraft.types import Clock, Drafter, FloatArray, SamplingParams, Sequence, Target, TextSink, TokenLogprobs, TokenRules
+from foredraft.types import (
+    Clock,
+    Drafter,
+    FloatArray,
+    Grammar,
+    RequestError,
+    SamplingParams,
+    Sequence,
+    Target,
+    TextSink,
+    TokenLogprobs,
+    TokenRules,
+)
 from foredraft.verify import RULES, Rule
+from toy_head import toy_eagle
 
 Tokens = tuple[int, ...]
 FAR_MORE_STEPS_THAN_ANY_TEST_NEEDS = 5000
@@ -59,6 +74,24 @@ def letter_sink(prompt: Seq[int], params: SamplingParams) -> TextSink:
     return LetterSink(params.stop)
 
 
+@cache
+def _letter_grammars(vocab_size: int, eos_ids: frozenset[int]) -> Grammars:
+    def encode(text: str) -> list[int]:
+        return [token for char in text for token in range(vocab_size) if letter(token) == char]
+
+    return Grammars(TokenTable(vocab_size, lambda token: letter(token).encode(), encode, eos_ids=eos_ids))
+
+
+def letter_grammar(request: Request) -> Grammar | None:
+    """What the request asks for, over eight letters; None also where these cannot write it."""
+    if request.params.structured_outputs is None:
+        return None
+    try:
+        return _letter_grammars(8, request.rules.eos_ids).start(request.params.structured_outputs)
+    except RequestError:
+        return None
+
+
 @dataclass(frozen=True)
 class Request:
     """What a sequence is made of, as often as needed."""
@@ -86,6 +119,7 @@ class Request:
             () if drafter == "none" else tuple(drafter.split("+")),
             num_speculative_tokens,
             adaptive,
+            grammar=letter_grammar(self),
         )
 
     def but(self, **changes: object) -> Request:
@@ -130,12 +164,19 @@ class LabTarget(Target, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OnCache:
+    """A drafter that keeps something for each block of the engine's cache, and so can be made only when that is there."""
+
+    make: Callable[[KVCache], Drafter]
+
+
 class Lab:
     """An engine on such a target; every step checks the block account, and every end that all blocks came back."""
 
     def __init__(
         self,
-        drafters: Mapping[str, Drafter] | None = None,
+        drafters: Mapping[str, Drafter | OnCache] | None = None,
         rule: str | Rule = "coupled",
         *,
         target: LabTarget | None = None,
@@ -147,7 +188,8 @@ class Lab:
     ) -> None:
         self.target: LabTarget = target or TableTarget()
         self.kv = self.target.kv_cache(prefix_caching)
-        self.drafters = dict(drafters or {})
+        given = dict(drafters or {})
+        self.drafters = {name: one.make(self.kv) if isinstance(one, OnCache) else one for name, one in given.items()}
         self.controller = controller or Controller(PassTimes.unknown())
         self.emissions: list[Emission] = []
         self.streamed: dict[int, str] = {}
@@ -230,6 +272,8 @@ def reference(request: Request, target: LabTarget) -> Outcome:
             finish, stop = "stop", token
         elif word is not None:
             finish, stop = "stop", word
+        elif seq.grammar is not None and seq.grammar.is_complete(seq):
+            finish = "stop"
         elif seq.num_output == params.max_tokens or len(seq.tokens) == target.max_model_len:
             finish = "length"
     tokens = tuple(seq.tokens[seq.num_prompt :])
@@ -255,7 +299,7 @@ SCRIPTS: Mapping[str, Callable[[list[int], int, int], list[int]]] = {
     "fewer": lambda right, num, vocab: right[: num // 2],
     "empty": lambda right, num, vocab: [],
 }
-REAL = ("ngram", "suffix", "suffix_warm", "draft_model", "draft_twin")
+REAL = ("ngram", "suffix", "suffix_warm", "draft_model", "draft_twin", "eagle")
 DRAFTERS = (*SCRIPTS, *REAL)
 
 
@@ -306,12 +350,14 @@ def table_of(arrays: Mapping[str, Any]) -> NgramTable:
     return NgramTable(ArrayFile({"identity": identity, "provenance": {}}, arrays))
 
 
-def make_drafter(name: str, target: LabTarget, answers: Iterable[Seq[int]], rule: str = "coupled") -> Drafter:
+def make_drafter(name: str, target: LabTarget, answers: Iterable[Seq[int]], rule: str = "coupled") -> Drafter | OnCache:
     """A fresh drafter of ``DRAFTERS`` that serves ``target``; ``answers`` are the streams that scripted ones know."""
     if name == "ngram":
         return NgramDrafter(1, 3)
     if name in ("suffix", "suffix_warm"):
         return suffix(table=warm_table() if name == "suffix_warm" else None)
+    if name == "eagle":
+        return OnCache(lambda kv: eagle(target, kv, rule))
     if name == "draft_twin":
         return draft_model(twin(target), target, rule)
     if name == "draft_model":
@@ -325,6 +371,13 @@ class HasRelatives(LabTarget, Protocol):
     def twin(self, num_blocks: int = ..., block_size: int = ..., **options: int) -> LabTarget: ...
 
     def related(self, **options: int) -> LabTarget: ...
+
+    def eagle(self, kv: KVCache, rule: str) -> EagleDrafter: ...
+
+
+def eagle(target: LabTarget, kv: KVCache, rule: str = "coupled") -> EagleDrafter:
+    """A head on the target's states."""
+    return toy_eagle(target, kv, rule) if isinstance(target, TableTarget) else cast(HasRelatives, target).eagle(kv, rule)
 
 
 def twin(target: LabTarget, num_blocks: int = 64, block_size: int = 4, **options: int) -> LabTarget:

@@ -52,9 +52,9 @@ def stored(values: Floats, format: str) -> Weight:
 
 
 @cache
-def tiny(family: str, format: str) -> tuple[Architecture, Weights]:
+def tiny(family: str, format: str, head_dim: int = 16) -> tuple[Architecture, Weights]:
     """A random model whose matrices have columns in blocks of 32, stored in ``format``."""
-    architecture = dataclasses.replace(case(family).architecture, hidden_size=64, intermediate_size=96)
+    architecture = dataclasses.replace(case(family).architecture, hidden_size=64, intermediate_size=96, head_dim=head_dim)
     weights = {
         name: stored(weight.read(0, weight.shape[0]), format) if len(weight.shape) == 2 else weight
         for name, weight in random_weights(architecture).items()
@@ -62,8 +62,8 @@ def tiny(family: str, format: str) -> tuple[Architecture, Weights]:
     return architecture, weights
 
 
-def make_native(family: str, format: str, **options: Any) -> NativeModel:
-    architecture, weights = tiny(family, format)
+def make_native(family: str, format: str, *, head_dim: int = 16, **options: Any) -> NativeModel:
+    architecture, weights = tiny(family, format, head_dim)
     defaults = {"dtype": "auto", "threads": 1, "num_blocks": 64, "block_size": 4}
     return NativeModel(architecture, weights, **(defaults | options))
 

@@ -120,6 +120,44 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
         server.stop()
 
 
+class Pause:
+    """Lets the engine make ``num_passes`` passes, and then only as many as are allowed."""
+
+    def __init__(self, num_passes: int) -> None:
+        self._permits = threading.Semaphore(num_passes)
+        self._is_over = False
+
+    def allow(self, num_passes: int = 1) -> None:
+        """Let it go on for so long."""
+        self._permits.release(num_passes)
+
+    def end(self) -> None:
+        """Let it go on."""
+        self._is_over = True
+        self._permits.release()
+
+    def before_pass(self) -> None:
+        if not self._is_over:
+            assert self._permits.acquire(timeout=PATIENCE), "nobody lets the engine go on"
+
+
+@contextmanager
+def paused(server: Running, num_passes: int = 2) -> Iterator[Pause]:
+    """So that an answer cannot be finished before something else has happened."""
+    pause, forward = Pause(num_passes), server.llm.target.forward
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        pause.before_pass()
+        return forward(*args, **kwargs)
+
+    server.llm.target.forward = wait  # type: ignore[method-assign]
+    try:
+        yield pause
+    finally:
+        pause.end()
+        server.llm.target.forward = forward  # type: ignore[method-assign]
+
+
 def wait_for(holds: Callable[[], bool]) -> None:
     """Until ``holds``; an assertion after a long time."""
     deadline = time.monotonic() + PATIENCE

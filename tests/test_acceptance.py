@@ -8,13 +8,18 @@ from foredraft.acceptance import NUM_CLASSES, UNKNOWN, Acceptance, Shift, classe
 from foredraft.planner import survival
 
 
+def learn(acceptance: Acceptance, position: int, index: int, came: bool, shift: Shift) -> None:
+    """One token's outcome."""
+    acceptance.follow([1] * (position + 1), [index] * (position + 1), position, [int(came)], shift)
+
+
 def taught(acceptance: Acceptance, probabilities: list[float], num: int, index: int = UNKNOWN, shift: Shift | None = None) -> None:
     """Drafts of tokens that are right with these probabilities."""
     generator, shift = random.Random(0), shift or Shift()
     for _ in range(num):
         for position, probability in enumerate(probabilities):
             came = generator.random() < probability
-            acceptance.learn(position, index, came, shift)
+            learn(acceptance, position, index, came, shift)
             if not came:
                 break
 
@@ -51,17 +56,17 @@ def test_a_request_unlike_the_others_is_taken_for_one_of_them() -> None:
     taught(acceptance, [0.95], 15, shift=mine)
     assert acceptance.reach([UNKNOWN], mine)[0] > 0.5 > acceptance.reach([UNKNOWN], Shift())[0]
     for _ in range(10):
-        acceptance.learn(0, UNKNOWN, False, mine)
+        learn(acceptance, 0, UNKNOWN, False, mine)
     assert acceptance.reach([UNKNOWN], mine)[0] < 0.35, "and it may change again"
 
 
 def test_a_few_outcomes_are_taken_for_certainty() -> None:
     acceptance, shift = Acceptance(), Shift()
     for _ in range(2):
-        acceptance.learn(0, UNKNOWN, True, shift)
+        learn(acceptance, 0, UNKNOWN, True, shift)
     assert 0.5 < acceptance.reach([UNKNOWN], shift)[0] < 0.85
     for _ in range(5000):
-        acceptance.learn(0, UNKNOWN, True, shift)
+        learn(acceptance, 0, UNKNOWN, True, shift)
     assert acceptance.reach([UNKNOWN], shift)[0] < 1.0 and abs(shift.value) <= 5.0
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from cli_helpers import END, FakeLLM, Run
 from cli_helpers import run as run
-from foredraft import __version__, cli, cli_options
+from foredraft import __version__, cli, cli_models, cli_options
 from foredraft.terminal import DownloadBar
 from foredraft.types import ConfigError, ModelNotFoundError
 
@@ -379,7 +379,28 @@ def test_models_lists_what_the_hub_has_cached(monkeypatch: pytest.MonkeyPatch, t
         for file in files:
             (snapshot / file).write_bytes(b"x" * 1000)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert cli._hub_models() == [("org/whole", 2000)]
+    assert cli_models.hub_models() == [("org/whole", 2000)]
+
+
+def test_models_lists_heads_by_the_target_they_fit(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    layer = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 67}
+    configs = {
+        "a": {"speculators_model_type": "eagle3", "draft_vocab_size": 40, "transformer_layer_config": layer},
+        "b": {"model_type": "llama", "vocab_size": 67},
+        "c": {"speculators_model_type": "medusa"},
+    }
+    for name, config in configs.items():
+        (tmp_path / "cache" / "drafters" / name).mkdir(parents=True)
+        (tmp_path / "cache" / "drafters" / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "cache" / "drafters" / "a" / "provenance.json").write_text(json.dumps({"target": {"model": "tiny"}}))
+    code, out, _ = run(None, "models", str(tmp_path / "cache" / "drafters" / "a"))
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and ["FOR", "METHOD", "WHERE", "ABOUT"] in lines
+    assert sum(line[:2] == ["tiny", "eagle3"] for line in lines) == 2
+    assert sum("draft_model" in line and "67" in line for line in lines) == 1
+    assert sum("speculators_model_type" in line for line in lines) == 1
 
 
 def test_a_download_is_announced_once_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

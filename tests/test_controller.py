@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.controller import Controller, most_drafts, share
+from foredraft.controller import Controller
 from foredraft.cost import PassTimes, PassWork
+from foredraft.step_plan import most_drafts, share
 from foredraft.types import SamplingParams, Sequence
 
 wishes_lists = st.lists(st.integers(0, 64), max_size=8)

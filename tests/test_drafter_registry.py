@@ -1,18 +1,27 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foredraft.config import SpeculativeConfig
-from foredraft.drafters import registry
+from foredraft.drafters import registry, shipped
 from foredraft.drafters.context import DrafterContext, DrafterFactory
+from foredraft.drafters.forced import ForcedDrafter
 from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.ngram_table import TargetIdentity
 from foredraft.drafters.registry import available, create, members
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.types import ConfigError, Drafter
+from head_files import HeadSpec
+from hf_weights import VOCAB_SIZE
 
 CONTEXT = DrafterContext(vocab_size=8, max_model_len=64)
 
@@ -42,7 +51,8 @@ def make(method: str, **extra: DrafterFactory) -> Drafter:
 def test_each_name_gives_its_drafter() -> None:
     assert isinstance(make("ngram"), NgramDrafter)
     assert isinstance(make("suffix"), SuffixDrafter)
-    assert {"auto", "draft_model", "ngram", "none", "suffix"} <= set(available())
+    assert isinstance(make("forced"), ForcedDrafter)
+    assert {"auto", "draft_model", "forced", "ngram", "none", "suffix"} <= set(available())
 
 
 def test_a_method_asks_other_drafters_than_it_names() -> None:
@@ -50,6 +60,9 @@ def test_a_method_asks_other_drafters_than_it_names() -> None:
     assert members(SpeculativeConfig("none"), extra) == ()
     assert members(SpeculativeConfig("suffix"), extra) == ("suffix",)
     assert members(SpeculativeConfig("auto"), extra) == ("ngram", "suffix", "echo")
+    assert members(SpeculativeConfig("auto"), extra, has_grammar=True) == ("forced", "ngram", "suffix", "echo")
+    assert members(SpeculativeConfig("suffix"), has_grammar=True) == members(SpeculativeConfig("suffix")) == ("suffix",)
+    assert members(SpeculativeConfig("none"), has_grammar=True) == ()
     assert members(SpeculativeConfig("auto", model="small")) == ("ngram", "suffix", "draft_model")
 
 
@@ -65,10 +78,48 @@ def test_a_misspelt_name_gets_the_nearest_one() -> None:
         make("ecko", echo=own_factory)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_a_method_of_a_later_version_says_so(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{name}' is not in this version yet; choose one of: .*ngram, none, suffix"):
-        make(name)
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "draft_model"])
+def test_a_method_with_a_model_says_that_it_needs_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' must have a model"):
+        registry.check(SpeculativeConfig(method=name, shipped=False))
+    with pytest.raises(ConfigError, match="must have a"):
+        create(name, SpeculativeConfig(method=name), CONTEXT)
+
+
+def test_auto_tells_a_head_from_a_draft_model(tmp_path: Path) -> None:
+    HeadSpec().write(tmp_path / "head")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text('{"model_type": "llama"}')
+    found = [registry.sources(SpeculativeConfig(model=str(tmp_path / name))) for name in ("head", "small")]
+    assert [members(SpeculativeConfig(), found=one)[2:] for one in found] == [("eagle3",), ("draft_model",)]
+    assert found[0].settings("eagle3", SpeculativeConfig()).model == str(tmp_path / "head")
+    assert found[0].settings("suffix", SpeculativeConfig()).model is None
+
+
+def test_what_is_shipped_is_found_by_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = TargetIdentity("tiny", VOCAB_SIZE, "abc")
+    folder = tmp_path / "tiny"
+    HeadSpec().write(folder / "eagle3")
+    (folder / "draft_model").mkdir()
+    (folder / "draft_model" / "config.json").write_text("{}")
+    (folder / "suffix.table").write_text("")
+    (folder / "provenance.json").write_text(json.dumps({"target": asdict(identity)}))
+    monkeypatch.setattr(registry.shipped, "find", partial(shipped.find, folder=tmp_path))
+    target = shipped.Target(VOCAB_SIZE, 64, 3, lambda: identity)
+
+    def found(target: shipped.Target = target, **options: Any) -> tuple[str | None, ...]:
+        one = registry.sources(SpeculativeConfig(**options), target)
+        paths = (one.suffix_base, one.head, one.draft_model)
+        return tuple(path and Path(path).name for path in paths)
+
+    assert found() == ("suffix.table", "eagle3", "draft_model")
+    assert found(shipped=False) == found(method="none") == found(method="ngram") == (None, None, None)
+    assert found(method="suffix") == ("suffix.table", None, None)
+    assert found(method="suffix", suffix_decoding_base="own") == ("own", None, None)
+    assert found(method="eagle3") == (None, "eagle3", None) and found(method="eagle") == (None, None, None)
+    assert found(replace(target, hidden_size=96)) == ("suffix.table", None, "draft_model")
+    assert found(replace(target, vocab_size=80)) == (None, None, None)
+    assert found(replace(target, identity=lambda: replace(identity, vocabulary="x"))) == (None, None, None)
 
 
 @pytest.mark.parametrize("name", ["ngram", "none", "auto", "eagle"])

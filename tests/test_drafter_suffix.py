@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.backoff import LEAST_LEFT, OWN, SHARED, counts_cell, first_weights, group_of
 from foredraft.drafters.context import DrafterContext
-from foredraft.drafters.suffix import MAX_LEVELS, SuffixDrafter, create
+from foredraft.drafters.suffix import MAX_LEVELS, SuffixDrafter
+from foredraft.drafters.suffix_native import create
 from foredraft.drafters.suffix_statistics import ANCHORS, MAX_OCCURRENCES, SharedStatistics
 from foredraft.types import Draft, SamplingParams, Sequence, Verdict
 

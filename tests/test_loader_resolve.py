@@ -263,8 +263,14 @@ def test_paths_that_are_no_models_say_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"no config\.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "x.gguf").write_bytes(b"")
+    (tmp_path / "y.gguf").write_bytes(b"")
     with pytest.raises(ModelFileError, match=r"x\.gguf"):
         resolve_model(str(tmp_path))
+
+
+def test_a_folder_with_one_gguf_file_stands_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"")
+    assert resolve_model(str(tmp_path)) == tmp_path / "x.gguf"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from foredraft import memory as memory_module
 from foredraft.capacity import plan_memory
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.drafters import registry
-from foredraft.drafters.ngram import _Index
+from foredraft.drafters.ngram import PythonIndex
 from foredraft.drafters.suffix_statistics import RequestStatistics
 from foredraft.loader import Checkpoint, load_checkpoint
 from foredraft.memory import (
@@ -78,7 +78,7 @@ def test_a_request_is_promised_a_part_of_a_block() -> None:
     assert [plan.num_requests(context) for context in (1, 4, 5, 8, 9, 28, 29)] == [7, 7, 3, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize(("method", "make"), [("ngram", lambda: _Index(5)), ("suffix", RequestStatistics)])
+@pytest.mark.parametrize(("method", "make"), [("ngram", lambda: PythonIndex(5)), ("suffix", RequestStatistics)])
 def test_indexing_a_token_takes_more_than_the_plan_says(method: str, make: Callable[[], Any]) -> None:
     planned = registry.memory(SpeculativeConfig(method=method)).per_token
     rng = np.random.default_rng(0)

@@ -19,6 +19,7 @@ from foredraft.types import Rows
 from hf_weights import FAMILIES, VOCAB_SIZE, prompt, random_weights, vector
 from native_helpers import (
     INSTRUCTION_SETS,
+    QUANTISED,
     Floats,
     assert_same_bits,
     in_chunks,
@@ -34,8 +35,8 @@ each_format = pytest.mark.parametrize("format", FORMATS)
 each_set = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 
 
-def make_torch(family: str, format: str, dtype: str = "float32") -> TorchModel:
-    architecture, weights = tiny(family, format)
+def make_torch(family: str, format: str, dtype: str = "float32", head_dim: int = 16) -> TorchModel:
+    architecture, weights = tiny(family, format, head_dim)
     return TorchModel(architecture, weights, device="cpu", dtype=dtype, threads=None, num_blocks=64, block_size=4)
 
 
@@ -159,6 +160,18 @@ def test_logits_are_further_from_dequantised_float32_than_the_format_allows(fami
     for instruction_set in INSTRUCTION_SETS:
         logits = one_pass(make_native(family, format, instruction_set=instruction_set), tokens, range(10))[:, :VOCAB_SIZE]
         assert distance(logits, expected) < BOUNDS[format]
+
+
+@each_set
+@pytest.mark.parametrize("format", QUANTISED)
+def test_heads_of_whole_blocks_are_quantised_wrongly_or_before_they_are_complete(format: str, instruction_set: str) -> None:
+    tokens = prompt(40)
+    expected = one_pass(make_torch("qwen3", format, head_dim=32), tokens, range(10))[:, :VOCAB_SIZE]
+    model = make_native("qwen3", format, head_dim=32, instruction_set=instruction_set)
+    whole = one_pass(model, tokens, range(10))
+    assert distance(whole[:, :VOCAB_SIZE], expected) < BOUNDS[format]
+    threaded = make_native("qwen3", format, head_dim=32, instruction_set=instruction_set, threads=3)
+    assert_same_bits(in_chunks(threaded, tokens, range(10), [1, 5, 2, 16]), whole)
 
 
 @each_family

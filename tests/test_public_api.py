@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import foredraft
-from foredraft import LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
+from foredraft import LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutputs
 
 NAMES = {
     "AsyncLLM",
@@ -36,6 +36,7 @@ NAMES = {
     "Sequence",
     "SpeculationStats",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "Verdict",
 }
 REQUIRED = "required"
@@ -63,7 +64,9 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "prompt_logprobs": None,
         "skip_special_tokens": True,
         "speculative": None,
+        "structured_outputs": None,
     },
+    StructuredOutputs: {"json": None, "regex": None, "choice": None, "grammar": None, "json_object": None},
     EngineConfig: {
         "device": "auto",
         "dtype": "auto",
@@ -91,6 +94,7 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
         "suffix_decoding_max_bytes": 64 * 2**20,
         "suffix_decoding_base": None,
         "adaptive": True,
+        "shipped": True,
     },
     CompletionOutput: {
         "index": REQUIRED,

@@ -10,12 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import DRAFTERS, Lab, Outcome, Request, draft_model, make_drafter, plain, related
+from foredraft.drafters.forced import ForcedDrafter
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
-from foredraft.types import Drafter, SamplingParams, TokenRules
+from foredraft.types import Drafter, SamplingParams, StructuredOutputs, TokenRules
 
 VOCAB = 8
 tokens = st.integers(0, VOCAB - 1)
-NAMES = (*DRAFTERS, "garbage", "odd_draft_model")
+SHAPES = (
+    StructuredOutputs(regex="(ab|c[d-h]*|g)+"),
+    StructuredOutputs(regex="[a-h]{2}bcd[ae]bcdh?"),
+    StructuredOutputs(choice=["abc", "abd", "hhhhh", "cde"]),
+    StructuredOutputs(grammar='start: "a" start "b" | "c" | "d" start "d"'),
+)
+NAMES = (*DRAFTERS, "forced", "garbage", "odd_draft_model")
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         return draw(on) if draw(st.booleans()) else off
 
     max_tokens = draw(st.integers(1, 14))
+    shape = draw(st.sampled_from([None, None, None, *SHAPES]))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0])),
         top_k=maybe(0, st.integers(1, VOCAB + 1)),
@@ -80,11 +88,12 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         min_tokens=maybe(0, st.integers(0, max_tokens)),
         stop=maybe((), st.lists(st.text("abcdefgh", min_size=1, max_size=3), max_size=3)),
         stop_token_ids=maybe((), st.lists(st.integers(0, VOCAB + 1), max_size=2)),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and shape is None,
         logit_bias=maybe({}, st.dictionaries(tokens, st.sampled_from([-100.0, -2.0, 3.0, 100.0]), max_size=3)),
         allowed_token_ids=maybe(None, st.lists(tokens, min_size=1, max_size=5)),
         logprobs=maybe(None, st.integers(0, VOCAB + 1)),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
+        structured_outputs=shape,
     )
 
 
@@ -124,6 +133,8 @@ def garbage(known: list[int], num_tokens: int) -> list[int]:
 
 
 def drafter_named(name: str, target: TableTarget, answers: list[tuple[int, ...]], rule: str) -> Drafter:
+    if name == "forced":
+        return ForcedDrafter()
     if name == "garbage":
         return ScriptedDrafter(garbage)
     if name == "odd_draft_model":

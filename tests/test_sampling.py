@@ -584,7 +584,7 @@ def test_token_logprobs_of_a_padded_row_fail() -> None:
 
 @pytest.fixture
 def numpy_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_extension", lambda: None)
+    monkeypatch.setattr(sampling, "extension", lambda: None)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.2, 1.0, 3.0, 1e-300]), st.sampled_from([np.float32, np.float64]))

@@ -16,7 +16,8 @@ from foredraft.drafters import ngram_table
 from foredraft.drafters.backoff import counts_cell, first_weights, mix
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.ngram_table import MAX_ORDER, SHARE_UNIT, NgramTable, TargetIdentity, load_table, save_table
-from foredraft.drafters.suffix import Calibration, SuffixDrafter, create
+from foredraft.drafters.suffix import Calibration, SuffixDrafter
+from foredraft.drafters.suffix_native import create
 from foredraft.replay import Record, replay
 from foredraft.train import ngrams
 from foredraft.train.suffix import drafter_with, fit, weights

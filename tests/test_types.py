@@ -71,7 +71,13 @@ WRONG_TYPE = [
     ("prompt_logprobs", ["5", 2.5, True, []]),
     ("skip_special_tokens", ["false", 0, None]),
     ("speculative", [5, "ngram", ["method"], True]),
+    ("structured_outputs", [5, "json", ["json"], True, {"regex": 5}]),
 ]
+
+
+def test_a_number_too_long_to_be_written_raises_something_else() -> None:
+    with pytest.raises(RequestError, match="n must be a whole number from 1 to 64, not int beyond all measure"):
+        SamplingParams(n=10**5000)
 
 
 def flat(table: list[tuple[str, list[Any]]]) -> list[tuple[str, Any]]:

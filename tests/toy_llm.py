@@ -64,7 +64,7 @@ class ToyLLM:
     def calibrate(self) -> PassTimes:
         return TIMES
 
-    def new_drafters(self, method: str) -> dict[str, Drafter]:
+    def new_drafters(self, method: str, kv: Any = None) -> dict[str, Drafter]:
         config = SpeculativeConfig(method=method, suffix_decoding_max_bytes=2**16)
         context = DrafterContext(self.target.vocab_size, self.max_model_len)
         return {name: registry.create(name, config, context) for name in registry.members(config)}

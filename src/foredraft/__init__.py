@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         SamplingParams,
         Sequence,
         SpeculationStats,
+        StructuredOutputs,
         Verdict,
     )
 
@@ -47,6 +48,7 @@ _HOMES = {
     "Sequence": "foredraft.types",
     "SpeculationStats": "foredraft.types",
     "SpeculativeConfig": "foredraft.config",
+    "StructuredOutputs": "foredraft.types",
     "Verdict": "foredraft.types",
 }
 
@@ -68,6 +70,7 @@ __all__ = [
     "Sequence",
     "SpeculationStats",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "Verdict",
 ]
 

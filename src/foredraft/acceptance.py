@@ -18,7 +18,7 @@ SHIFT_RATE, SHIFT_DECAY, MAX_SHIFT = 0.25, 0.01, 5.0
 UNKNOWN = NUM_CLASSES - 1
 # Estimates are worked out again after so many further outcomes; at first more often.
 OUTCOMES_PER_UPDATE = 64
-_RESOLUTION = 512
+RESOLUTION = 512
 
 
 def _class_of(confidence: float) -> int:
@@ -26,8 +26,8 @@ def _class_of(confidence: float) -> int:
     return 0 if odds <= 0.0 else min(UNKNOWN - 1, max(0, int(min(6.5 + 1.5 * math.log2(odds), NUM_CLASSES))))
 
 
-# By the confidence in parts of _RESOLUTION.
-_CLASSES = tuple(_class_of(part / _RESOLUTION) for part in range(_RESOLUTION + 1))
+# By the confidence in parts of RESOLUTION.
+_CLASSES = tuple(_class_of(part / RESOLUTION) for part in range(RESOLUTION + 1))
 
 
 # Before anything is known a token is taken to be as likely as the drafter says, but at most as likely as not.
@@ -36,14 +36,15 @@ _FIRST = tuple(min(0.5, 2.0 ** ((index - 6.0) / 1.5) / (1.0 + 2.0 ** ((index - 6
 
 def confidence_class(confidence: float) -> int:
     """The class of a drafter's own belief in a token: by odds, finer than a factor of two; the last class is for no belief."""
-    return _CLASSES[int(_RESOLUTION * min(1.0, max(0.0, confidence)))]
+    return _CLASSES[int(RESOLUTION * min(1.0, max(0.0, confidence)))]
 
 
 def classes_of(confidence: Seq[float] | None, num_tokens: int) -> list[int]:
     """One class per draft token."""
     if confidence is None:
         return [UNKNOWN] * num_tokens
-    return [confidence_class(value) for value in confidence]
+    classes = _CLASSES
+    return [classes[int(RESOLUTION * (value if 0.0 <= value <= 1.0 else value > 0.0))] for value in confidence]
 
 
 class Shift:
@@ -77,17 +78,29 @@ class Acceptance:
                 row += NUM_CLASSES
         return reached
 
-    def learn(self, position: int, index: int, came: bool, shift: Shift) -> None:
-        """Count the outcome of one token, those before which were right."""
-        cell = (position if position < NUM_POSITIONS else NUM_POSITIONS - 1) * NUM_CLASSES + index
-        expected = 1.0 / (1.0 + math.exp(-self._log_odds[cell] - shift.value))
-        moved = (1.0 - SHIFT_DECAY) * shift.value + SHIFT_RATE * (came - expected)
-        shift.value = moved if -MAX_SHIFT < moved < MAX_SHIFT else math.copysign(MAX_SHIFT, moved)
-        self._trials[cell] += 1.0
-        self._hits[cell] += came
-        self._num_new += 1
+    def follow(self, tokens: Seq[int], classes: Seq[int], position: int, emitted: Seq[int], shift: Shift) -> int:
+        """Count outcomes of a draft's tokens from ``position`` on against those that came.
+
+        Returns the position that is to be compared next; -1 when the draft has ended.
+        """
+        last, value, num, came = len(tokens) - 1, shift.value, position, True
+        for token in emitted:
+            came = tokens[position] == token
+            cell = (position if position < NUM_POSITIONS else NUM_POSITIONS - 1) * NUM_CLASSES + classes[position]
+            expected = 1.0 / (1.0 + math.exp(-self._log_odds[cell] - value))
+            value += SHIFT_RATE * (came - expected) - SHIFT_DECAY * value
+            if not -MAX_SHIFT < value < MAX_SHIFT:
+                value = math.copysign(MAX_SHIFT, value)
+            self._trials[cell] += 1.0
+            self._hits[cell] += came
+            position += 1
+            if not came or position > last:
+                break
+        shift.value = value
+        self._num_new += position - num
         if self._num_new >= self._num_due:
             self._update()
+        return position if came and position <= last else -1
 
     def by_position(self, num_tokens: int) -> list[float]:
         """Acceptance of the first, second, ... draft token, whatever its confidence; one never tried counts as the one before."""

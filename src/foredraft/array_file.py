@@ -53,13 +53,22 @@ def write_arrays(path: Path, header: Mapping[str, Any], arrays: Mapping[str, Arr
         body.append(little.tobytes())
     text = json.dumps({**header, "arrays": table}, sort_keys=True).encode()
     rest = b"".join([len(text).to_bytes(4, "little"), text, *body])
+    write_whole(path, b"".join([MAGIC, hashlib.sha256(rest).digest(), rest]))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``; what was there stays until all of it is written.  The folder is made.
+
+    Raises:
+        CapacityError: the folder cannot be made or written, or the disk is full.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, b"".join([MAGIC, hashlib.sha256(rest).digest(), rest]))
+        _replace(path, data)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CapacityError(
-            f"{path} cannot be written ({reason}): it takes {len(rest)} bytes; free some space or choose another place."
+            f"{path} cannot be written ({reason}): it takes {len(data)} bytes; free some space or choose another place."
         ) from error
 
 
@@ -79,7 +88,7 @@ def check_writable(path: Path) -> None:
         raise CapacityError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from error
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.drafters import registry
+from foredraft.drafters.eagle_file import HeadFile
 from foredraft.loader import Checkpoint
 from foredraft.memory import (
     MemoryPlan,
@@ -32,11 +33,14 @@ def plan_memory(
     config: EngineConfig | None = None,
     speculative: SpeculativeConfig | None = None,
     *,
+    head: HeadFile | None = None,
+    sources: registry.Sources | None = None,
     within: int | None = None,
 ) -> MemoryPlan:
     """What an LLM with these options takes, and the blocks and the context that it gets.
 
-    ``draft`` is the draft model of ``speculative``.  ``within``: instead of the cache that ``config`` asks for, plan the largest
+    ``draft`` is the draft model of ``speculative``, ``head`` its draft head, and ``sources`` where they come from; both count as
+    the plan's draft weights and draft cache.  ``within``: instead of the cache that ``config`` asks for, plan the largest
     with which the whole process stays below that many bytes.  ``libraries`` of the plan is what the process holds now, so call
     this with the checkpoints open and before any weights are loaded.
 
@@ -51,8 +55,11 @@ def plan_memory(
         raise ConfigError(f"max_model_len must be at most {most}, the context of {checkpoint.name}, not {context}; lower it.")
     libraries = _held_bytes([model for model in (checkpoint, draft) if model is not None], config)
     free = free_bytes(resolve_device(config.device)) if within is None else max(0, within - libraries)
-    target_bytes, statistics = _bytes_of(checkpoint, config, context), registry.memory(speculative)
+    target_bytes, statistics = _bytes_of(checkpoint, config, context), registry.memory(speculative, sources)
     draft_bytes = None if draft is None else _bytes_of(draft, config, min(context, draft.architecture.max_position_embeddings))
+    if head is not None:
+        beside = _head_bytes(head, checkpoint, config, context)
+        draft_bytes = beside if draft_bytes is None else draft_bytes + beside
 
     def plan(num_blocks: int, max_model_len: int) -> MemoryPlan:
         return make_plan(
@@ -104,6 +111,24 @@ def _bytes_of(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int) 
         threads=config.threads,
         num_rows=config.max_num_batched_tokens,
         max_model_len=max_model_len,
+    )
+
+
+def _head_bytes(head: HeadFile, checkpoint: Checkpoint, config: EngineConfig, max_model_len: int) -> ModelBytes:
+    from foredraft.drafters.eagle_loader import head_bytes
+
+    return head_bytes(
+        head,
+        checkpoint.architecture,
+        checkpoint.weights,
+        device=config.device,
+        dtype=config.dtype,
+        ops=config.ops,
+        threads=config.threads,
+        num_rows=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
     )
 
 

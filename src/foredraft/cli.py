@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft import __version__, cli_bench, cli_plan, cli_serve, cli_train
+from foredraft import __version__, cli_bench, cli_models, cli_plan, cli_serve, cli_train
 from foredraft.cli_options import (
+    Choice,
     Device,
     Dtype,
     IgnoreEos,
+    JsonSchema,
     KvMemory,
     MaxModelLen,
     MaxTokens,
     MinP,
     Model,
     Ops,
+    Regex,
     Seed,
     ShowDrafts,
     Speculative,
@@ -41,6 +44,7 @@ from foredraft.cli_options import (
     TopP,
     engine_options,
     given,
+    structured_outputs,
 )
 
 if TYPE_CHECKING:
@@ -159,6 +163,9 @@ def generate(
     min_p: MinP = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choice = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: this many likeliest tokens at each place.")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of answers.")] = None,
     speculative_config: Speculative = None,
@@ -184,6 +191,7 @@ def generate(
     if show_drafts and as_json:
         raise typer.BadParameter("the JSON names the origin of every token; leave it out.", param_hint="--show-drafts")
     sampling = given(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p)
+    sampling |= structured_outputs(json_schema, regex, choice)
     params = SamplingParams(**sampling, **given(stop=stop, ignore_eos=ignore_eos, logprobs=logprobs, n=n))
     engine = engine_options(device, dtype, ops, threads, max_model_len, kv_cache_memory)
     if prompt == "-":
@@ -278,40 +286,7 @@ app.command()(cli_plan.plan)
 app.add_typer(cli_train.train, name="train")
 
 
-@app.command()
-def models() -> None:
-    """List the models at hand and the drafters."""
-    from foredraft.drafters import registry
-    from foredraft.loader import cache_dir, known_models
-    from foredraft.terminal import format_table
-
-    rows = [["MODEL", "CACHED", "SIZE", "LICENCE", "ABOUT"]]
-    for known in known_models():
-        cached = "yes" if known.cached else "no"
-        rows.append([known.alias, cached, f"{known.size / 1e6:.0f} MB", known.licence, known.description])
-    rows += [[name, "yes", f"{size / 1e6:.0f} MB", "see its page", "from the Hugging Face hub"] for name, size in _hub_models()]
-    print(format_table(rows))
-    print(f"\ncache: {cache_dir()}\ndrafters: {', '.join(registry.available())}")
-
-
-def _hub_models() -> list[tuple[str, int]]:
-    """(id, bytes) of the models in the hub's cache that have the files of a loadable folder."""
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
-
-    try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return []
-    return sorted(
-        (repo.repo_id, repo.size_on_disk)
-        for repo in repos
-        if repo.repo_type == "model"
-        and any(
-            any(file.file_name == "config.json" for file in revision.files)
-            and any(file.file_name.endswith(".safetensors") for file in revision.files)
-            for revision in repo.revisions
-        )
-    )
+app.command()(cli_models.models)
 
 
 @app.command()

@@ -6,6 +6,7 @@ Owns: their names, help texts and forms.  Does not know: any command.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,9 @@ TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest toke
 TopK = Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")]
 MinP = Annotated[float | None, typer.Option(help="Sample from tokens at least this likely, relative to the likeliest.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated.")]
+JsonSchema = Annotated[str | None, typer.Option(metavar="JSON|FILE", help="Answer with JSON that this schema allows.")]
+Regex = Annotated[str | None, typer.Option(metavar="REGEX", help="Answer with a text that matches as a whole.")]
+Choice = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Answer with one of these texts; to be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
 Speculative = Annotated[
     str | None,
@@ -38,6 +42,30 @@ KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", metavar="SIZE
 def given(**options: Any) -> dict[str, Any]:
     """The options that the user gave; the others keep the defaults of the classes that they go to."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def structured_outputs(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
+    """The option ``structured_outputs`` of SamplingParams; nothing when no shape is asked for.
+
+    ``json_schema`` is the schema itself where it begins like one, else the path of its file.
+
+    Raises:
+        RequestError: the file cannot be read, or two shapes are asked for.
+    """
+    shapes = given(regex=regex, choice=choice or None)
+    if json_schema is not None:
+        shapes["json"] = json_schema if json_schema.lstrip().startswith("{") else _read_schema(json_schema)
+    return {"structured_outputs": shapes} if shapes else {}
+
+
+def _read_schema(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        from foredraft.types import RequestError
+
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise RequestError(f"the schema {path} cannot be read ({reason}); give a file, or the schema itself.") from error
 
 
 def parse_bytes(text: str | None) -> int | None:

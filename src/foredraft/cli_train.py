@@ -15,6 +15,7 @@ from foredraft import __version__
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
+    from foredraft.train.collect import Collector, Recipe
 
 MIN_TOKENS = 1000
 
@@ -50,28 +51,19 @@ def suffix(
     """
     from foredraft.array_file import check_writable
     from foredraft.drafters.ngram_table import TargetIdentity, save_table
-    from foredraft.loader import cache_dir
-    from foredraft.request_log import read_prompts
-    from foredraft.terminal import note, open_llm
-    from foredraft.train.collect import TEXTS_PER_FILE, Collector, Recipe
+    from foredraft.terminal import note
+    from foredraft.train.collect import Recipe
     from foredraft.train.suffix import NUM_DRAFTED, fit
-    from foredraft.types import ConfigError
 
-    if tokens < MIN_TOKENS:
-        raise ConfigError(f"tokens must be at least {MIN_TOKENS}, not {tokens}; ask for more.")
     recipe = Recipe(seed=seed, temperatures=_numbers(temperatures))
-    given = read_prompts(prompts) if prompts is not None else []
     check_writable(out)
-    engine: dict[str, Any] = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
-    llm = open_llm(model, speculative_config={"method": "none"}, max_num_seqs=TEXTS_PER_FILE, **engine)
+    llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
     tokenizer, name = llm.checkpoint.tokenizer, llm.checkpoint.name
-    folder = cache_dir() / "texts"
-    collector = Collector(llm, tokenizer, folder, model=_weights_of(llm), recipe=recipe, prompts=given, report=note)
     fitted = fit(collector.collect(tokens), llm.target.vocab_size)
     provenance = {
         "foredraft": __version__,
         "recipe": asdict(recipe),
-        "num_prompts": len(given),
+        "num_prompts": collector.num_prompts,
         "num_tokens": fitted.num_tokens,
         "cold_acceptance_length": fitted.cold_acceptance_length,
         "warm_acceptance_length": fitted.warm_acceptance_length,
@@ -82,6 +74,153 @@ def suffix(
         f"{fitted.warm_acceptance_length:.2f} tokens a pass with it, {fitted.cold_acceptance_length:.2f} without "
         f"(K = {NUM_DRAFTED})"
     )
+
+
+@train.command()
+def eagle3(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id or an alias.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help='Where the head goes; then {"method": "eagle3", "model": DIR}.')],
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of answers to learn from.")] = 300_000,
+    hours: Annotated[float | None, typer.Option(metavar="H", help="Hours of training, in place of --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(metavar="E", help="How often to go over the texts.")] = 8.0,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Prompts to answer besides those that the model makes up (JSON Lines).")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of training-time test: draft tokens that the head learns to be good at.")] = 3,
+    loss: Annotated[str, typer.Option(help="ce (cross-entropy), tv (acceptance), or lk (from the first to the second).")] = "ce",
+    step_decay: Annotated[float, typer.Option(help="What a step counts, in terms of the one before.")] = 0.5,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be drafted, the most frequent ones.")] = 8192,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
+    texts_per_step: Annotated[int, typer.Option(help="Texts in a step of the optimiser.")] = 3,
+    seed: Annotated[int, typer.Option(help="Same seed, same head, on the same device with as many threads.")] = 0,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+) -> None:
+    """Train an EAGLE-3 head: a small layer that drafts from what the model thinks.
+
+    No data set is needed: the model makes up questions and answers them.  Its texts and states are kept in the cache folder, and
+    the training in DIR: a run that was stopped goes on where it was.
+    """
+    from foredraft.array_file import check_writable
+    from foredraft.drafters.ngram_table import TargetIdentity
+    from foredraft.loader import cache_dir
+    from foredraft.target import resolve_device
+    from foredraft.terminal import note
+    from foredraft.train import fit_eagle3
+    from foredraft.train.collect import Recipe
+    from foredraft.train.features import capture
+    from foredraft.train.head_file import WEIGHTS
+    from foredraft.train.loop import Budget
+
+    options = fit_eagle3.Eagle3Options(steps, loss, step_decay, draft_vocab, lr, texts_per_step, seed=seed)
+    budget = Budget(epochs, hours)
+    recipe = Recipe(seed=seed)
+    check_writable(out / WEIGHTS)
+    llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
+    checkpoint, architecture = llm.checkpoint, llm.checkpoint.architecture
+    fit_eagle3.refuse_target(architecture)
+    identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
+    taps = fit_eagle3.tapped_layers(architecture.num_layers)
+    records = collector.collect(tokens)
+    states = cache_dir() / "states" / collector.folder.name
+    texts = capture(llm.target, records, (*taps, architecture.num_layers), states, llm.kv.num_blocks, llm.config.block_size, note)
+    on = resolve_device(device or "auto")
+    del llm
+    provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
+    head = fit_eagle3.Fit(architecture, checkpoint.weights, texts, taps, identity, options, budget, out, on, threads, provenance)
+    for file in head.run(note):
+        note(f"{file}: {file.stat().st_size:,} bytes")
+
+
+@train.command()
+def draft(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a .gguf file, a hub id or an alias.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help='Where the model goes; then {"method": "draft_model", "model": DIR}.')],
+    layers: Annotated[int, typer.Option(metavar="N", help="Layers; with each it is better and slower.")] = 2,
+    hidden: Annotated[int | None, typer.Option(metavar="H", help="Hidden size; the target's own when not given.")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(metavar="V", help="It knows the first V token ids; enough for 95% of the texts when not given.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of answers to learn from.")] = 300_000,
+    hours: Annotated[float | None, typer.Option(metavar="H", help="Hours of training, in place of --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(metavar="E", help="How often to go over the texts.")] = 4.0,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Prompts to answer besides those that the model makes up (JSON Lines).")
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="By the target's distribution: ce (cross-entropy), tv (acceptance), lk (both); by its texts alone: tokens."
+        ),
+    ] = "ce",
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 4e-3,
+    texts_per_step: Annotated[int, typer.Option(help="Texts in a step of the optimiser.")] = 3,
+    seed: Annotated[int, typer.Option(help="Same seed, same model, on the same device with as many threads.")] = 0,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+) -> None:
+    """Train a small draft model that starts as a few of the target's own layers.
+
+    No data set is needed: the model makes up questions and answers them.  Its texts are kept in the cache folder, and the training
+    in DIR: a run that was stopped goes on where it was.
+    """
+    import numpy as np
+
+    from foredraft.array_file import check_writable
+    from foredraft.drafters.ngram_table import TargetIdentity
+    from foredraft.loader import cache_dir
+    from foredraft.target import resolve_device
+    from foredraft.terminal import note
+    from foredraft.train import fit_draft
+    from foredraft.train.collect import Recipe
+    from foredraft.train.draft_file import size_of
+    from foredraft.train.features import Text, capture
+    from foredraft.train.loop import Budget
+
+    options = fit_draft.DraftOptions(layers, hidden, vocab, loss, lr, texts_per_step, seed)
+    budget, recipe = Budget(epochs, hours), Recipe(seed=seed)
+    check_writable(out / fit_draft.CHECKPOINT)
+    llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
+    checkpoint = llm.checkpoint
+    # Whether there can be such a model shows here, before there are texts.
+    options.architecture(checkpoint.architecture)
+    identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
+    records = collector.collect(tokens)
+    if loss == "tokens":
+        texts = [Text(*record, np.empty((0, 0), np.float16)) for record in records]
+    else:
+        states, cache = cache_dir() / "states" / collector.folder.name, (llm.kv.num_blocks, llm.config.block_size)
+        texts = capture(llm.target, records, (checkpoint.architecture.num_layers,), states, *cache, note)
+    on = resolve_device(device or "auto")
+    del llm
+    provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
+    fit = fit_draft.Fit(checkpoint, texts, identity, options, budget, out, on, threads, provenance)
+    for file in fit.run(note):
+        note(f"{file}: {size_of(file):,} bytes")
+
+
+def _collector(
+    model: str,
+    tokens: int,
+    prompts: str | None,
+    recipe: Recipe,
+    device: str | None,
+    threads: int | None,
+) -> tuple[LLM, Collector]:
+    """The model, and what makes its texts."""
+    from foredraft.loader import cache_dir
+    from foredraft.request_log import read_prompts
+    from foredraft.terminal import note, open_llm
+    from foredraft.train.collect import TEXTS_PER_FILE, Collector
+    from foredraft.types import ConfigError
+
+    if tokens < MIN_TOKENS:
+        raise ConfigError(f"tokens must be at least {MIN_TOKENS}, not {tokens}; ask for more.")
+    given = read_prompts(prompts) if prompts is not None else []
+    engine: dict[str, Any] = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
+    llm = open_llm(model, speculative_config={"method": "none"}, max_num_seqs=TEXTS_PER_FILE, **engine)
+    folder = cache_dir() / "texts"
+    return llm, Collector(llm, llm.checkpoint.tokenizer, folder, model=_weights_of(llm), recipe=recipe, prompts=given, report=note)
 
 
 def _weights_of(llm: LLM) -> str:

@@ -38,10 +38,11 @@ def _is_number(value: object, low: float, high: float) -> bool:
 class SpeculativeConfig:
     """How drafts are made and verified.  Names are vLLM's where vLLM has one.
 
-    ``method`` ``auto`` lets ngram, suffix and, where ``model`` names one, a draft model compete; ``none`` decodes plainly.
+    ``method`` ``auto`` lets ngram, suffix and, where ``model`` names one, a draft model or head compete; ``none`` decodes plainly.
     ``num_speculative_tokens`` is K; 0 decodes plainly.  With ``adaptive`` it is the most that is drafted, and as much of a draft
     is verified as pays, often none; without, every draft is verified whole.
-    ``model`` is the draft model of ``draft_model``.
+    ``model`` is the draft model of ``draft_model``, or the head of ``eagle`` and ``eagle3``.
+    ``shipped`` lets drafters use what comes with foredraft for their target, where nothing else is named.
     ``rejection_sample_method``: ``coupled`` gives the same tokens as plain decoding with the same seed; ``rejection``
     (Leviathan et al., 2211.17192) and ``block`` (Sun et al., 2403.10444) give the same distribution.
     ``suffix_decoding_max_bytes`` limits the statistics that are shared between requests of one tenant or all;
@@ -64,11 +65,13 @@ class SpeculativeConfig:
     suffix_decoding_max_bytes: int = 64 * 1024 * 1024
     suffix_decoding_base: str | None = None
     adaptive: bool = True
+    shipped: bool = True
 
     def __post_init__(self) -> None:
         _require("method", self.method, isinstance(self.method, str) and bool(self.method), "the name of a drafter")
         _require("model", self.model, self.model is None or isinstance(self.model, str), "a model's name or path")
         _require("adaptive", self.adaptive, isinstance(self.adaptive, bool), "true or false")
+        _require("shipped", self.shipped, isinstance(self.shipped, bool), "true or false")
         k = self.num_speculative_tokens
         _require("num_speculative_tokens", k, _is_int(k, 0, MAX_SPECULATIVE_TOKENS), f"from 0 to {MAX_SPECULATIVE_TOKENS}")
         refuse_unknown("rejection_sample_method", str(self.rejection_sample_method), RULES)

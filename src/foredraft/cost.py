@@ -163,7 +163,7 @@ class PassCost:
     def __init__(self, times: PassTimes) -> None:
         self._rows, self._base = times.rows, times.base
         self._per_read, self._per_score = times.per_read, times.per_score
-        self._level = 0.0
+        self._level, self._scale = 0.0, 1.0
         self._bends = [0.0] * len(times.rows)
         self._seen = [0.0] * len(times.rows)
         self._by_rows: list[float] = []
@@ -195,12 +195,13 @@ class PassCost:
         left = max(0, right - 1)
         share = 1.0 if left == right else max(0.0, min(1.0, (num_rows - rows[left]) / (rows[right] - rows[left])))
         beyond = max(0.0, num_rows - rows[-1]) / (rows[right] - rows[left]) if left < right else 0.0
-        low = self._base[left] * math.exp(self._level + bends[left])
-        high = self._base[right] * math.exp(self._level + bends[right])
+        low = self._scale * self._base[left] * math.exp(bends[left])
+        high = self._scale * self._base[right] * math.exp(bends[right])
         expected = low + (share + beyond) * (high - low) + self._context(work, num_drafts)
         surprise = math.log(seconds / expected) if expected > 0.0 else 0.0
         surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
         self._level += LEVEL_RATE * surprise
+        self._scale = math.exp(self._level)
         for node, part in ((left, 1.0 - share), (right, share)):
             rate = max(BEND_RATE, FIRST_BEND_RATE / (1.0 + self._seen[node])) * part
             bends[node] += rate * surprise
@@ -214,8 +215,8 @@ class PassCost:
 
     def _context(self, work: PassWork, num_drafts: int) -> float:
         """What the cached tokens add."""
-        score = self._per_score * work.keys_read / max(1, work.num_rows)
-        return math.exp(self._level) * (self._per_read * work.keys_read + score * num_drafts)
+        score = self._per_score * num_drafts / max(1, work.num_rows)
+        return self._scale * (self._per_read + score) * work.keys_read
 
     def _dense(self, most: int) -> list[float]:
         """``base`` of 0, 1, ... at least ``most`` rows, never falling; kept until passes have shown enough that is new."""
@@ -239,7 +240,8 @@ class Running:
     def add(self, value: float) -> None:
         """Take one more."""
         self._count += 1.0
-        self.mean += max(self._rate, 1.0 / self._count) * (value - self.mean)
+        rate = 1.0 / self._count
+        self.mean += (rate if rate > self._rate else self._rate) * (value - self.mean)
 
 
 class DraftCost:
@@ -249,6 +251,11 @@ class DraftCost:
         self.per_sequence = Running(0.1)
         self._seconds: dict[tuple[int, int], Running] = {}
         self._nearest: dict[tuple[int, int], tuple[Running, float]] = {}
+
+    @property
+    def deepest(self) -> int:
+        """Of the calls that were made; 0 before the first."""
+        return max((depth for _, depth in self._seconds), default=0)
 
     def seconds(self, num_seqs: int, depth: int) -> float:
         """An estimate; before the first call 0, so that there is one."""

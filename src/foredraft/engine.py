@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from foredraft.controller import Controller, StepPlan, most_drafts
+from foredraft.controller import Controller
 from foredraft.cost import PassWork
 from foredraft.kv_cache import KVCache
 from foredraft.metrics import EngineMetrics, Stopwatch
 from foredraft.sampling import distribution, noise_for, token_logprobs
 from foredraft.scheduler import Schedule, Scheduler
+from foredraft.step_plan import StepPlan, most_drafts
 from foredraft.types import (
     Clock,
     ConfigError,
@@ -30,6 +31,7 @@ from foredraft.types import (
     StepStats,
     Target,
     Verdict,
+    num_agreeing,
 )
 from foredraft.verify import RowDistribution, Rule
 
@@ -50,7 +52,7 @@ class _Work:
     """One sequence's part of a step: ``num_rows`` known tokens, then ``draft``; ``verdict`` is what was emitted.
 
     ``heard`` are the drafts that were proposed, by drafter; ``draft`` is what of one is verified.  ``judged`` is ``draft``, and
-    behind it the drawn id beyond the vocabulary that ended it, if that is why it ended.
+    behind it the drawn id that the target cannot say and that ended it, if that is why it ended.
     """
 
     seq: Sequence
@@ -181,7 +183,8 @@ class Engine:
             start = self._clock()
             proposed = self._drafters[ask.drafter].propose([ready[i].seq for i in ask.slots], ask.num_tokens)
             seconds = self._clock() - start
-            drafts = [_sound(draft, num, vocab_size) for draft, num in zip(proposed, ask.num_tokens, strict=True)]
+            asked = zip(ask.slots, proposed, ask.num_tokens, strict=True)
+            drafts = [_sound(ready[i].seq, draft, num, vocab_size) for i, draft, num in asked]
             for i, draft in zip(ask.slots, drafts, strict=True):
                 ready[i].heard[ask.drafter] = draft
             plan.hear(ask, drafts, seconds)
@@ -189,7 +192,7 @@ class Engine:
             # A draft never pushes another request out of the cache: without room there is none.
             if num_tokens and self._kv.reserve(item.seq.seq_id, len(item.seq.tokens) + num_tokens):
                 item.drafter, item.judged = name, _cut(item.heard[name], num_tokens)
-                item.draft = _cut(item.judged, num_tokens - (item.judged.tokens[-1] not in range(vocab_size)))
+                item.draft = _cut(item.judged, _num_possible(item.seq, item.judged.tokens, vocab_size))
 
     def _pass(self, work: list[_Work]) -> PassOutput:
         batch = []
@@ -250,12 +253,11 @@ class Engine:
     # -------------------------------------------------------------------------------------------- parts
 
     def _admit(self, seq: Sequence) -> None:
-        drafters = [self._drafters[name] for name in seq.drafters]
-        # Rows from the prefix cache have neither logits nor hidden states.
-        reuse = seq.params.prompt_logprobs is None and not any(drafter.hidden_layers for drafter in drafters)
+        # Rows from the prefix cache have no logits.
+        reuse = seq.params.prompt_logprobs is None
         seq.num_computed = seq.num_cached = self._kv.open(seq.seq_id, seq.tokens, seq.tenant, reuse=reuse)
-        for drafter in drafters:
-            drafter.open(seq)
+        for name in seq.drafters:
+            self._drafters[name].open(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         self._close(seq)
@@ -271,9 +273,9 @@ class Engine:
         self.controller.close(seq)
 
     def _close(self, seq: Sequence) -> None:
-        self._kv.close(seq.seq_id)
         for name in seq.drafters:
             self._drafters[name].close(seq)
+        self._kv.close(seq.seq_id)
 
     def _meets_end(self, seq: Sequence, token: int) -> bool:
         """Decide whether ``token``, just appended, is the last; at one position a stop wins over a length."""
@@ -285,6 +287,8 @@ class Engine:
             seq.finish_reason, seq.stop_reason = "stop", token
         elif stop_string is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop_string
+        elif seq.grammar is not None and seq.grammar.is_complete(seq):
+            seq.finish_reason = "stop"
         elif num_output >= params.max_tokens or len(seq.tokens) >= self._target.max_model_len:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
@@ -339,10 +343,8 @@ def _verdict_on(item: _Work, name: str) -> Verdict:
     """The verdict as it concerns one drafter: how many of the tokens that it proposed came."""
     emitted, proposed = item.verdict.tokens, item.heard.get(name)
     if proposed is None or not proposed.tokens:
-        return Verdict(emitted, 0)
-    pairs = zip(proposed.tokens, emitted, strict=False)
-    num_right = next((i for i, (token, came) in enumerate(pairs) if token != came), min(len(proposed.tokens), len(emitted)))
-    return Verdict(emitted, num_right)
+        return item.verdict if not item.verdict.num_accepted else Verdict(emitted)
+    return Verdict(emitted, num_agreeing(proposed.tokens, emitted))
 
 
 def _wants_prompt_logprobs(seq: Sequence) -> bool:
@@ -369,22 +371,36 @@ def _select(hidden: FloatArray, taps: tuple[int, ...], layers: tuple[int, ...]) 
     return columns[:, [taps.index(layer) for layer in layers]].reshape(len(hidden), len(layers) * columns.shape[2])
 
 
-def _sound(draft: Draft, num_wanted: int, vocab_size: int) -> Draft:
+def _sound(seq: Sequence, draft: Draft, num_wanted: int, vocab_size: int) -> Draft:
     """What of a draft a rule may judge.
 
-    A drafter may say anything: what was asked for is kept, up to the first id that is no token of the target.  Of a drawn draft
-    that id is kept too.  The target never says it, so it is rejected, and no pass computes it; to drop it would make the
-    draft's length depend on the draw itself, and then the rules that weigh draft probabilities are biased.
+    A drafter may say anything: what was asked for is kept, up to the first id that the target cannot say.  Of a drawn draft
+    that id is kept too.  It is rejected, and no pass computes it; to drop it would make the draft's length depend on the draw
+    itself, and then the rules that weigh draft probabilities are biased.  What comes after an end is dropped: nobody receives it.
     """
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
+    if type(draft.tokens) is not tuple or any(type(token) is not int for token in draft.tokens):
+        draft = replace(draft, tokens=tuple(int(token) for token in draft.tokens))
     tokens = draft.tokens[:num_wanted]
+    num_possible = _num_possible(seq, tokens, vocab_size)
+    if draft.probs is None or num_possible == len(tokens):
+        return _cut(draft, num_possible)
+    is_at_end = seq.grammar is not None and seq.grammar.allowed(seq, tokens[:num_possible]) is None
+    return _cut(draft, num_possible + (not is_at_end))
+
+
+def _num_possible(seq: Sequence, tokens: tuple[int, ...], vocab_size: int) -> int:
+    """Length of a draft up to the first id that is no token of the target, or that the sequence's grammar forbids."""
     num_known = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
-    return _cut(draft, min(num_known + (draft.probs is not None), len(tokens)))
+    return num_known if seq.grammar is None else seq.grammar.num_allowed(seq, tokens[:num_known])
 
 
 def _cut(draft: Draft, length: int) -> Draft:
-    tokens = tuple(int(token) for token in draft.tokens[:length])
+    """The first tokens of a draft; nearly always that is all of it."""
+    if length == len(draft.tokens):
+        return draft
+    tokens = draft.tokens[:length]
     probs = None if draft.probs is None else draft.probs[:length]
     return Draft(tokens, probs, confidence=None if draft.confidence is None else draft.confidence[:length])
 

@@ -1,6 +1,6 @@
 """The exceptions, and how an unknown name is refused.
 
-Owns: the tree below.  Does not know: what raises them.
+Owns: the tree below, and how a wrong value is shown.  Does not know: what raises them.
 
 ::
 
@@ -60,3 +60,12 @@ def refuse_unknown(kind: str, name: str, known: Iterable[str], error: type[Fored
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(names)}."
     raise error(f"unknown {kind} {name!r}; {hint}")
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A wrong value for a message: at most ``most`` characters, or the type of what is too large or too deep to be written."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"{type(value).__name__} beyond all measure"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -46,6 +46,7 @@ class KVCache:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
+        self._generations = [0] * num_blocks
         self._holdings: dict[int, _Holding] = {}
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
@@ -140,6 +141,10 @@ class KVCache:
         """The sequence's blocks, in order."""
         return self._holdings[seq_id].blocks
 
+    def generation(self, block: int) -> int:
+        """A number that changes whenever the block is handed out for other tokens than it held before."""
+        return self._generations[block]
+
     def length(self, seq_id: int) -> int:
         """Tokens that the sequence's blocks are reserved for."""
         return self._holdings[seq_id].length
@@ -179,6 +184,7 @@ class KVCache:
             block = next(iter(self._idle))
             self._unregister(block)
             del self._idle[block]
+        self._generations[block] += 1
         self._hold(block)
         return block
 

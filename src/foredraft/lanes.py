@@ -95,7 +95,7 @@ class Lane:
     ) -> None:
         self.way, self.clock = way, clock
         self._llm, self._ids = llm, ids
-        self._drafters = dict(llm.new_drafters(way.method) if drafters is None else drafters)
+        self._drafters = dict(llm.new_drafters(way.method, kv) if drafters is None else drafters)
         self.controller = Controller(times or llm.calibrate())
         self.engine = Engine(
             target or llm.target,

@@ -36,6 +36,12 @@ class ModelBytes:
     kv_per_token: int
     scratch: int
 
+    def __add__(self, other: ModelBytes) -> ModelBytes:
+        """Both together."""
+        names = dict.fromkeys([*self.weights, *other.weights])
+        weights = {name: self.weights.get(name, 0) + other.weights.get(name, 0) for name in names}
+        return ModelBytes(weights, self.kv_per_token + other.kv_per_token, self.scratch + other.scratch)
+
 
 @dataclass(frozen=True)
 class DrafterBytes:
@@ -105,7 +111,7 @@ def make_plan(
     logits: int,
     libraries: int,
 ) -> MemoryPlan:
-    """The plan of a target, a draft model if there is one, and a drafter's statistics; ``logits`` and ``libraries`` in bytes."""
+    """The plan of a target, of draft model and head if there are any, and of statistics; ``logits`` and ``libraries`` in bytes."""
     num_tokens = num_blocks * block_size
     models = [target] if draft is None else [target, draft]
     names = dict.fromkeys(name for model in models for name in model.weights)

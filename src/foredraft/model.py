@@ -90,9 +90,9 @@ class Decoder:
         check_weights(architecture, weights)
         self.architecture, self.ops = architecture, ops
         reader = _Reader(ops, weights)
-        self._embed = reader.matrix("embed")
+        self.embed = reader.matrix("embed")
         self._norm = reader.vector("norm")
-        self._head = self._embed if architecture.tie_embeddings else reader.matrix("lm_head")
+        self.head = self.embed if architecture.tie_embeddings else reader.matrix("lm_head")
         self._layers = tuple(reader.layer(architecture, i) for i in range(architecture.num_layers))
         self.weight_bytes = reader.num_bytes
 
@@ -122,7 +122,7 @@ class Decoder:
         num_layers = self.architecture.num_layers
         assert all(0 <= tap <= num_layers for tap in taps), (taps, num_layers)
         tapped = {}
-        x = self.ops.embedding(layout.token_ids, self._embed, self.architecture.embedding_scale)
+        x = self.ops.embedding(layout.token_ids, self.embed, self.architecture.embedding_scale)
         for i, layer in enumerate(self._layers):
             if i in taps:
                 tapped[i] = x
@@ -133,7 +133,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head on rows of ``forward``'s first result: [n, d] -> float32 [n, V]."""
-        return self.ops.logits(self.ops.rms_norm(hidden, self._norm, self.architecture.rms_norm_eps), self._head)
+        return self.ops.logits(self.ops.rms_norm(hidden, self._norm, self.architecture.rms_norm_eps), self.head)
 
     def _attention(self, x: Tensor, i: int, layer: DecoderLayer, layout: PassLayout, storage: KVStorage) -> Tensor:
         ops, architecture = self.ops, self.architecture

@@ -37,14 +37,15 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 Bytes = npt.NDArray[np.uint8]
 
 
-def _extension() -> Any:
+def load_extension() -> Any:
+    """The compiled module.  Raises ImportError where it is not there."""
     return importlib.import_module("foredraft._native")
 
 
 def why_not_native(architecture: Architecture) -> str | None:
     """What keeps this machine or network from the native kernels, as half a sentence; None when nothing does."""
     try:
-        _extension()
+        load_extension()
     except ImportError as error:
         return f"the compiled module is missing ({error})"
     sizes = {"hidden_size": architecture.hidden_size, "intermediate_size": architecture.intermediate_size}
@@ -88,7 +89,7 @@ def num_default_threads() -> int:
 
 
 def _packed_bytes(weight: Weight, dtype: str) -> int:
-    packed: int = _extension().packed_size(FORMATS[run_format(weight, dtype)], *weight.shape)
+    packed: int = load_extension().packed_size(FORMATS[run_format(weight, dtype)], *weight.shape)
     return -(-packed // ALIGNMENT) * ALIGNMENT
 
 
@@ -117,6 +118,20 @@ def native_bytes(
         kv_per_token=architecture.kv_bytes_per_token(2 if has_half_cache(weights, dtype) else 4),
         scratch=num_rows * (4 * floats + quantised) + scores,
     )
+
+
+def cache_pages(num_bytes: int) -> Bytes:
+    """Zeros that take no memory until they are written.
+
+    They come straight from the system; the heap would reuse, and so fill with zeros, what loading left behind.
+
+    Raises:
+        OSError, OverflowError: there is no room.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
 class _Packer:
@@ -181,7 +196,7 @@ class NativeModel:
         release: Callable[[], None] = lambda: None,
     ) -> None:
         check_weights(architecture, weights)
-        extension = _extension()
+        extension = load_extension()
         sets = extension.instruction_sets()
         if instruction_set is not None and instruction_set not in sets:
             raise ConfigError(f"instruction set {instruction_set!r} cannot run on this machine; choose one of: {', '.join(sets)}.")
@@ -212,6 +227,8 @@ class NativeModel:
         self.kv_bytes = architecture.kv_bytes_per_token(2 if self.half_cache else 4) * num_blocks * block_size
         # Everything that the extension holds pointers into.
         self._kept: list[Any] = []
+        # What a draft head on the same threads may use too.
+        self.extension_model, self.matrices = self._model, dict[str, Any]()
         self.weight_bytes = self._load(extension, weights, release)
 
     def _load(self, extension: Any, weights: Weights, release: Callable[[], None]) -> int:
@@ -248,21 +265,17 @@ class NativeModel:
         norm = vector("norm")
         self._model.set_ends(embed, norm, head)
         self._kept += [packer, embed, head, norm]
+        self.matrices = {"embed": embed, "lm_head": head}
         return packer.num_bytes + num_vector_bytes
 
     def _cache(self) -> Bytes:
         num_bytes = self.kv_bytes // (2 * self.architecture.num_layers)
         try:
-            # Straight from the system: such pages are zeros that take no memory until they are written, while the heap would
-            # reuse, and so fill with zeros, what loading left behind.
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return cache_pages(num_bytes)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"the KV cache needs {self.kv_bytes / 1e6:,.0f} MB, which is not free; lower kv_cache_memory."
             ) from error
-        if num_bytes >= MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(pages, np.uint8)
 
     def forward(self, batch: Sequence[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
         """See types.Target."""

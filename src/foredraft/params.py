@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.errors import RequestError, refuse_unknown
+from foredraft.errors import RequestError, refuse_unknown, shown
+from foredraft.structured import StructuredOutputs as StructuredOutputs
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 64
@@ -38,14 +39,14 @@ def _as_tuple(value: Any) -> Any:
 
 def _token_bias(entries: Any) -> dict[int, float]:
     if not isinstance(entries, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers from -1e6 to 1e6, not {entries!r}; change logit_bias.")
+        raise RequestError(f"logit_bias must map token ids to numbers from -1e6 to 1e6, not {shown(entries)}; change logit_bias.")
     bias = {}
     for token, value in entries.items():
         # JSON has string keys only; more digits than ten are no token id of any model.
         index = int(token) if isinstance(token, str) and token.isdecimal() and len(token) <= 10 else token
         if not (_is_int(index) and index >= 0 and _is_number(value) and abs(value) <= MAX_LOGIT_BIAS):
             raise RequestError(
-                f"logit_bias must map token ids to numbers from -1e6 to 1e6, not {token!r}: {value!r}; remove that entry."
+                f"logit_bias must map token ids to numbers from -1e6 to 1e6, not {shown(token)}: {shown(value)}; remove that entry."
             )
         bias[int(index)] = float(value)
     return bias
@@ -57,7 +58,8 @@ class SamplingParams:
 
     ``temperature=0`` is greedy.  ``top_k=0`` (or -1) and ``top_p=1`` are off.  ``logprobs`` are those of the model's
     raw distribution, before penalties, bias and temperature.  ``speculative`` overrides the engine's
-    ``speculative_config`` for this request; ``{"method": "none"}`` decodes plainly.
+    ``speculative_config`` for this request; ``{"method": "none"}`` decodes plainly.  ``structured_outputs`` says what shape the
+    answer must have; a mapping of its fields serves as well.
 
     Raises:
         RequestError: a value is outside its range or of a wrong type; the message says the range.
@@ -85,6 +87,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculative: Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -98,6 +101,10 @@ class SamplingParams:
         self._check_lists()
         if self.top_k == -1:
             put(self, "top_k", 0)
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
+            # Where the shape is complete there is nothing to go on with.
+            self._require("ignore_eos", not self.ignore_eos, "false with structured_outputs")
 
     def _check_numbers(self) -> None:
         self._require_int("n", 1, 64, "a whole number from 1 to 64")
@@ -138,7 +145,7 @@ class SamplingParams:
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise RequestError(f"{name} must be {rule}, not {getattr(self, name)!r}; change {name}.")
+            raise RequestError(f"{name} must be {rule}, not {shown(getattr(self, name))}; change {name}.")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:

@@ -85,16 +85,10 @@ class Record:
 
     def compare(self, track: Track, emitted: Seq[int]) -> bool:
         """Count a draft's tokens against those that came; True while some are still to come."""
-        tokens, position = track.tokens, track.next
-        for token in emitted:
-            came = tokens[position] == token
-            self.acceptance.learn(position, track.classes[position], came, track.shift)
-            position += 1
-            if not came or position == len(tokens):
-                track.tokens = ()
-                return False
-        track.next = position
-        return True
+        track.next = self.acceptance.follow(track.tokens, track.classes, track.next, emitted, track.shift)
+        if track.next < 0:
+            track.tokens = ()
+        return track.next >= 0
 
 
 class Audit:

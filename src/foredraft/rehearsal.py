@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -51,10 +52,20 @@ class RecordedTarget:
     """A target whose likeliest token is always the recorded one.
 
     A sequence is known by its first block; the first rows that come for a block are compared with the streams' beginnings.
+    ``states(stream, taps)`` are a stream's hidden states, which some drafters read; rows beyond its end get those of its last
+    token.
     """
 
-    def __init__(self, vocab_size: int, max_model_len: int, clock: PresetClock, seconds: Callable[[PassWork, int], float]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        clock: PresetClock,
+        seconds: Callable[[PassWork, int], float],
+        states: Callable[[Seq[int], tuple[int, ...]], FloatArray],
+    ) -> None:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._states, self._known_states = states, dict[int, FloatArray]()
         self._clock, self._seconds = clock, seconds
         self._waiting: list[Seq[int]] = []
         self._streams: dict[int, Seq[int]] = {}
@@ -64,17 +75,25 @@ class RecordedTarget:
 
     def expect(self, streams: Seq[Seq[int]]) -> None:
         """Prompt and answer, as ids, of each sequence that will come."""
-        self._waiting, self._streams = list(streams), {}
+        self._waiting, self._streams, self._known_states = list(streams), {}, {}
 
     def forward(self, batch: list[Rows], taps: tuple[int, ...] = ()) -> PassOutput:
         """Logits that choose the recorded tokens, after as many seconds as such a pass takes."""
-        assert not taps, "hidden states were not recorded"
         start = self._clock()
         logits = self._logits(batch)
         num_drafts = sum(max(0, rows.num_logits - 1) for rows in batch)
         work = PassWork(sum(len(rows.tokens) for rows in batch) - num_drafts, sum(rows.start for rows in batch))
+        hidden = [self._hidden(rows, taps) for rows in batch] if taps else None
         self._clock.replace(start, self._seconds(work, num_drafts))
-        return PassOutput(logits)
+        return PassOutput(logits, hidden)
+
+    def _hidden(self, rows: Rows, taps: tuple[int, ...]) -> FloatArray:
+        block = rows.block_table[0]
+        if rows.start == 0 or block not in self._known_states:
+            self._known_states[block] = self._states(self._streams[block], taps)
+        known = self._known_states[block]
+        found: FloatArray = known[np.minimum(np.arange(rows.start, rows.start + len(rows.tokens)), len(known) - 1)]
+        return found
 
     def _logits(self, batch: list[Rows]) -> list[FloatArray]:
         self._rows[range(len(self._chosen)), self._chosen] = NEVER
@@ -97,6 +116,23 @@ class RecordedTarget:
             assert any(known), "a sequence came that was not expected"
             self._streams[block] = self._waiting.pop(known.index(True))
         return self._streams[block]
+
+
+def _states_of(llm: LLM, stream: Seq[int], taps: tuple[int, ...]) -> FloatArray:
+    """Hidden states of a recorded stream but its last token, which no pass reads; computed once more by the model itself."""
+    tokens, most, parts = list(stream[:-1]), llm.config.max_num_batched_tokens, list[FloatArray]()
+    seq_id = -1
+    llm.kv.open(seq_id, tokens, reuse=False)
+    try:
+        assert llm.kv.reserve(seq_id, len(tokens)), "the cache is in use"
+        for start in range(0, len(tokens), most):
+            rows = Rows(tokens[start : start + most], start, 0, llm.kv.block_table(seq_id))
+            hidden = llm.target.forward([rows], taps).hidden
+            assert hidden is not None
+            parts.append(hidden[0])
+    finally:
+        llm.kv.close(seq_id)
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -152,7 +188,9 @@ class Rehearsal:
         preset = PresetClock(clock)
         # Nothing is stored in these blocks, so there may be as many as in earnest.
         kv = KVCache(llm.kv.num_blocks, llm.kv.block_size, prefix_caching=False)
-        self._target = RecordedTarget(llm.target.vocab_size, llm.max_model_len, preset, self._times.seconds)
+        self._target = RecordedTarget(
+            llm.target.vocab_size, llm.max_model_len, preset, self._times.seconds, partial(_states_of, llm)
+        )
         self._lane = Lane(llm, way, count(), drafters=drafters, target=self._target, kv=kv, times=self._times, clock=preset)
 
     def play(

@@ -37,7 +37,7 @@ _FEW_TOKENS = 256
 
 
 @cache
-def _extension() -> Any:
+def extension() -> Any:
     """The compiled module, or None."""
     try:
         return importlib.import_module("foredraft._native")
@@ -112,7 +112,7 @@ class PositionNoise:
         tokens, log_probs = dist.tokens, dist.log_probs
         if len(tokens) == 1:
             return int(tokens[0])
-        if len(tokens) > _FEW_TOKENS and _extension() is not None:
+        if len(tokens) > _FEW_TOKENS and extension() is not None:
             contenders = self._contenders(tokens, log_probs, position, stream)
             tokens, log_probs = tokens[contenders], log_probs[contenders]
         return int(tokens[np.argmax(log_probs + self.gumbel(tokens, position, stream))])
@@ -126,7 +126,7 @@ class PositionNoise:
         """Ascending indices of the tokens that can win the draw; the others lose by their first random bits alone."""
         found = np.empty(len(tokens), np.int64)
         words = position, self._sample_index, self._last_word(stream)
-        num_found = _extension().contenders(tokens, np.ascontiguousarray(log_probs), *words, *self._key, found)
+        num_found = extension().contenders(tokens, np.ascontiguousarray(log_probs), *words, *self._key, found)
         contenders: IntArray = found[:num_found]
         return contenders
 
@@ -149,27 +149,47 @@ def noise_for(seq: Sequence) -> PositionNoise:
 def distribution(logits: FloatArray, seq: Sequence, draft: Seq[int] = ()) -> Distribution:
     """The distribution of the token that follows ``seq.tokens + draft``.
 
-    Order of effect: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
-    A mask that would leave no token at all is not applied.
+    Order of effect: structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p,
+    top_k, top_p.  The first two always hold; one of the other masks that would leave no token at all is not applied.
 
     Args:
         logits: the target's (or a draft model's) raw row, float [V]; left unchanged.
         seq: gives parameters, token rules and the tokens so far.
         draft: draft tokens between ``seq.tokens`` and this row.
+
+    Raises:
+        FloatingPointError: no token has a finite logit, or none is allowed.
     """
     params = seq.params
     row = _adjust(logits, seq, draft)
     if params.temperature == 0.0:
         best = int(np.argmax(row))
-        _check_finite(row[best])
+        _check_finite(row[best], seq)
         return Distribution(np.array([best], dtype=np.int64), np.zeros(1))
     top = row.max()
-    _check_finite(top)
+    _check_finite(top, seq)
     return _truncate(row, float(top), params)
 
 
-def _check_finite(best: float) -> None:
+def is_adjusted(seq: Sequence, num_draft: int = 0) -> bool:
+    """Whether anything but temperature and truncation changes a row of this sequence behind ``num_draft`` draft tokens."""
+    params = seq.params
+    return bool(
+        params.allowed_token_ids is not None
+        or seq.grammar is not None
+        or seq.rules.bad_words
+        or seq.num_output + num_draft < params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _check_finite(best: float, seq: Sequence) -> None:
     if not np.isfinite(best):
+        if seq.grammar is not None and best == -np.inf:
+            raise FloatingPointError(seq.grammar.error or "no token that the request allows continues its structured_outputs.")
         raise FloatingPointError(f"the model produced logits whose largest is {best}; try dtype float32.")
 
 
@@ -177,10 +197,12 @@ def _adjust(logits: FloatArray, seq: Sequence, draft: Seq[int]) -> FloatArray:
     params, rules = seq.params, seq.rules
     row = logits
     num_output = seq.num_output + len(draft)
+    if seq.grammar is not None and (allowed := seq.grammar.allowed(seq, draft)) is not None:
+        row = np.where(allowed, row, row.dtype.type(-np.inf))
     if params.allowed_token_ids is not None:
-        keep = np.array(params.allowed_token_ids)
-        row = np.full_like(logits, -np.inf)
-        row[keep] = logits[keep]
+        keep, kept = np.array(params.allowed_token_ids), row
+        row = np.full_like(kept, -np.inf)
+        row[keep] = kept[keep]
     if rules.bad_words:
         row = _forbid(row, _completing_bad_words(seq, draft))
     if num_output < params.min_tokens:
@@ -280,10 +302,10 @@ def top_probability(row: FloatArray) -> float:
 
 def _sum_weights(row: FloatArray, top: float, temperature: float) -> float:
     """Sum of e^((row - top) / temperature)."""
-    extension = _extension()
-    if extension is None:
+    native = extension()
+    if native is None:
         return float(np.exp(_scaled(row, top, temperature)).sum())
-    total: float = extension.sum_weights(np.ascontiguousarray(row), top, temperature)
+    total: float = native.sum_weights(np.ascontiguousarray(row), top, temperature)
     return total
 
 

@@ -41,6 +41,8 @@ class TorchModel:
         on, precision = torch.device(device), getattr(torch, dtype)
         self._ops = create_ops(on, precision, threads)
         self._decoder = Decoder(architecture, weights, self._ops)
+        # What a draft head beside it may use too.
+        self.device, self.ends = on, {"embed": self._decoder.embed, "lm_head": self._decoder.head}
         self._storage = KVStorage(architecture, num_blocks, block_size, on, precision)
         self.exactness, self.precision = self._ops.exactness, dtype
         self.weight_bytes, self.kv_bytes = self._decoder.weight_bytes, self._storage.bytes

@@ -30,9 +30,11 @@ from foredraft.errors import refuse_unknown as refuse_unknown
 from foredraft.params import MAX_LOGPROBS as MAX_LOGPROBS
 from foredraft.params import MAX_STOP_STRINGS as MAX_STOP_STRINGS
 from foredraft.params import SamplingParams as SamplingParams
+from foredraft.structured import StructuredOutputs as StructuredOutputs
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 MAX_SPECULATIVE_TOKENS = 64
 
@@ -52,6 +54,35 @@ class TextSink(Protocol):
 
     def push(self, token: int, *, may_stop: bool) -> str | None:
         """Take one token; return the stop string that it completed, or None."""
+        ...
+
+
+class Grammar(Protocol):
+    """What one sequence's output may be.
+
+    It follows ``seq.tokens`` and any draft behind them by itself, and answers the same whatever was asked before.  Nothing here
+    raises; ``error`` tells why no token is allowed, when that is for another reason than the tokens.
+    """
+
+    error: str
+
+    def allowed(self, seq: Sequence, draft: Seq[int] = ()) -> BoolArray | None:
+        """Which tokens may follow ``seq.tokens + draft``, bool [vocab_size]; None where these have come to an end before.
+
+        An end-of-sequence id is among them where the output so far is a whole.
+        """
+        ...
+
+    def num_allowed(self, seq: Sequence, draft: Seq[int]) -> int:
+        """Length of the draft up to the first token that may not follow."""
+        ...
+
+    def forced(self, seq: Sequence, num_tokens: int) -> tuple[int, ...]:
+        """The tokens that must follow, ``num_tokens`` at most; none where there is a choice, or an end."""
+        ...
+
+    def is_complete(self, seq: Sequence) -> bool:
+        """Whether nothing but an end-of-sequence id may follow ``seq.tokens``."""
         ...
 
 
@@ -100,6 +131,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=lambda: SpeculationStats())
     last_drafter: str = "none"
+    grammar: Grammar | None = None
 
     @property
     def num_output(self) -> int:
@@ -166,12 +198,25 @@ class Verdict:
     num_accepted: int = 0
 
 
+def num_agreeing(draft: Iterable[int], emitted: Iterable[int]) -> int:
+    """How many tokens a draft and what came begin with in common."""
+    num = 0
+    for token, came in zip(draft, emitted, strict=False):
+        if token != came:
+            break
+        num += 1
+    return num
+
+
 class Drafter(Protocol):
     """A source of drafts.  See examples/own_drafter.py for a complete one.
 
     A sequence is opened when it starts (and again after a preemption), and closed when it ends (or is preempted).
     Between the two, ``observe`` follows every pass, whether or not ``propose`` was called before it; ``seq.tokens`` then holds
     committed tokens only.
+
+    The first ``seq.num_cached`` tokens came from the target's prefix cache: no pass computed them, so their hidden states never
+    come. The sequence has its cache blocks from before ``open`` until after ``close``.
     """
 
     hidden_layers: tuple[int, ...]

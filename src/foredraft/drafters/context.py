@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from foredraft.config import RULES, SpeculativeConfig
 from foredraft.sampling import STREAM_DRAFT, STREAM_TARGET
-from foredraft.types import Drafter, Target, refuse_unknown
+from foredraft.types import Drafter, IntArray, Target, refuse_unknown
 
 if TYPE_CHECKING:
+    from foredraft.drafters.eagle_pass import HeadRunner
     from foredraft.kv_cache import KVCache
 
 
@@ -30,6 +31,20 @@ class DraftModel:
     vocabulary: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class Head:
+    """A loaded draft head with an empty cache of its own.
+
+    ``hidden_layers``: the target's, whose entering states it reads.  ``target_ids``: int64 [D], the target's id of each of its
+    tokens.  ``max_positions`` tokens are the longest text it was made for.
+    """
+
+    runner: HeadRunner
+    hidden_layers: tuple[int, ...]
+    target_ids: IntArray
+    max_positions: int
+
+
 def _no_vocabulary() -> Mapping[str, int]:
     return {}
 
@@ -41,6 +56,9 @@ class DrafterContext:
     ``vocab_size``, ``max_model_len`` and ``model``, the name it was loaded by, are the target's.  ``vocabulary()`` is its token
     text to id.  ``load_draft_model(name)`` loads a small model when it is called, not before.  ``stream`` is the noise stream that
     sampled drafts draw from, and ``with_probs`` says whether they must report their distributions; see ``draws_for``.
+
+    ``kv`` accounts for the target's blocks: a drafter may keep something of its own for each, and must not change it.
+    ``load_head(name, num_scratch)`` loads a draft head with room for those blocks and ``num_scratch`` more behind them.
     """
 
     vocab_size: int
@@ -48,9 +66,12 @@ class DrafterContext:
     stream: int = STREAM_TARGET
     with_probs: bool = False
     max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
     model: str = ""
     vocabulary: Callable[[], Mapping[str, int]] = _no_vocabulary
     load_draft_model: Callable[[str], DraftModel] | None = None
+    kv: KVCache | None = None
+    load_head: Callable[[str, int], Head] | None = None
 
 
 DrafterFactory = Callable[[SpeculativeConfig, DrafterContext], Drafter]

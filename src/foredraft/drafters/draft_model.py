@@ -18,7 +18,18 @@ from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
 from foredraft.kv_cache import KVCache
 from foredraft.sampling import PositionNoise, distribution, noise_for, top_probability
-from foredraft.types import ConfigError, Distribution, Draft, FloatArray, Rows, Sequence, Target, UnsupportedModelError, Verdict
+from foredraft.types import (
+    ConfigError,
+    Distribution,
+    Draft,
+    FloatArray,
+    Rows,
+    Sequence,
+    Target,
+    UnsupportedModelError,
+    Verdict,
+    num_agreeing,
+)
 
 
 @dataclass
@@ -108,11 +119,7 @@ class DraftModelDrafter:
     def _settle(self, seq: Sequence) -> _State:
         """Keep of the cache what agrees with ``seq.tokens``, but for one token: a pass must have a row to yield logits."""
         state = self._states[seq.seq_id]
-        num_right = state.base
-        for token, committed in zip(state.draft, seq.tokens[state.base :], strict=False):
-            if token != committed:
-                break
-            num_right += 1
+        num_right = state.base + num_agreeing(state.draft, seq.tokens[state.base :])
         state.num_computed = max(0, min(state.num_computed, num_right, len(seq.tokens) - 1))
         if self._kv.length(seq.seq_id) != state.num_computed:
             state.num_computed = self._kv.truncate(seq.seq_id, state.num_computed)

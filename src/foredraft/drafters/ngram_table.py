@@ -61,10 +61,10 @@ class TargetIdentity:
         return (self.vocab_size, self.vocabulary) == (other.vocab_size, other.vocabulary)
 
 
-def context_keys(tokens: Seq[int]) -> list[int]:
-    """Keys of the last 1, 2, ..., MAX_ORDER tokens, as many as there are."""
-    keys, key = list[int](), 0
-    for token in tokens[: -MAX_ORDER - 1 : -1]:
+def context_keys(tokens: Seq[int], order: int = MAX_ORDER, first: int = 0) -> list[int]:
+    """Keys of the last 1, 2, ..., ``order`` tokens, as many as there are; those that begin with another ``first`` differ."""
+    keys, key = list[int](), first
+    for token in tokens[: -order - 1 : -1]:
         key = (key ^ (token + 1)) * MULTIPLIER & _MASK
         # The multiplication moves nothing downwards; without this the last token alone would decide the low bits.
         key ^= key >> 29
@@ -121,6 +121,17 @@ class NgramTable:
         bits = bucket_bits(self.num_contexts)
         self._bucket_shift, self._check_shift = KEY_BITS - bits, KEY_BITS - bits - CHECK_BITS
         self._decoded: dict[int, list[tuple[int, float]]] = {}
+
+    @property
+    def arrays(self) -> tuple[memoryview, ...]:
+        """Tokens and shares of successors; checks, lengths and cells of contexts; first context and successor of buckets."""
+        successors, contexts = (self._tokens, self._shares), (self._checks, self._lengths, self._cells)
+        return *successors, *contexts, self._first_context, self._first_successor
+
+    @property
+    def bucket_bits(self) -> int:
+        """See the function of that name."""
+        return KEY_BITS - self._bucket_shift
 
     def matches(self, tokens: Seq[int]) -> list[Match]:
         """The known contexts that end ``tokens``, the shortest first; with one all shorter ones are known."""

@@ -6,18 +6,15 @@ occurrences are found, or how statistics of a target's texts are made.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from foredraft.acceptance import NUM_CLASSES, confidence_class
-from foredraft.config import SpeculativeConfig
 from foredraft.drafters.backoff import OWN, SHARED, Shares, base_cell, counts_cell, first_weights, group_of, mix
-from foredraft.drafters.context import DrafterContext
-from foredraft.drafters.ngram_table import DECODED_BYTES, MAX_ORDER, Match, NgramTable, TargetIdentity, load_table
+from foredraft.drafters.ngram_table import MAX_ORDER, Match, NgramTable
 from foredraft.drafters.suffix_statistics import ANCHORS, RequestStatistics, SharedStatistics, Statistics
-from foredraft.memory import BYTES_PER_DICT_ENTRY, DrafterBytes
 from foredraft.types import Draft, FloatArray, Sequence, Verdict
 
 # With this many levels further ones take time and change nothing: the longer ones then agree.
@@ -37,8 +34,8 @@ class Calibration:
     NUM_CELLS = 2 * NUM_CLASSES
 
     def __init__(self, hits: Seq[float] = (), promised: Seq[float] = ()) -> None:
-        self.hits = list(hits) or [0.0] * self.NUM_CELLS
-        self.promised = list(promised) or [0.0] * self.NUM_CELLS
+        nothing = [0.0] * self.NUM_CELLS
+        self.hits, self.promised = array("d", hits or nothing), array("d", promised or nothing)
 
     @staticmethod
     def cell(promise: float, is_own: bool) -> int:
@@ -130,6 +127,7 @@ class SuffixDrafter:
     """
 
     hidden_layers: tuple[int, ...] = ()
+    statistics: type[SharedStatistics] = SharedStatistics
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ class SuffixDrafter:
         max_bytes: int,
         table: NgramTable | None = None,
     ) -> None:
-        self.shared = SharedStatistics(max_bytes, max_cached_requests)
+        self.shared = self.statistics(max_bytes, max_cached_requests)
         self.table = table
         self.calibration = Calibration(table.hits, table.promised) if table else Calibration()
         self._weights = table.weights if table else first_weights()
@@ -302,30 +300,3 @@ def _longest(tokens: Seq[int], ends: list[int], suffix: list[int], anchor: int) 
         if length == longest:
             furthest.append(end)
     return longest, furthest
-
-
-def memory(config: SpeculativeConfig) -> DrafterBytes:
-    """The limit of the shared statistics, the table, and what indexing a request takes for each of its tokens.
-
-    That is when no anchor comes twice.
-    """
-    shared = config.suffix_decoding_max_bytes if config.suffix_decoding_max_cached_requests else 0
-    path = Path(config.suffix_decoding_base or "")
-    table = path.stat().st_size + DECODED_BYTES if path.is_file() else 0
-    return DrafterBytes(fixed=shared + table, per_token=len(ANCHORS) * (BYTES_PER_DICT_ENTRY + 4))
-
-
-def create(config: SpeculativeConfig, context: DrafterContext) -> SuffixDrafter:
-    """Factory for method ``suffix``."""
-    path, table = config.suffix_decoding_base, None
-    if path is not None:
-        identity = TargetIdentity.of(context.model, context.vocab_size, context.vocabulary())
-        table = load_table(Path(path), identity)
-    return SuffixDrafter(
-        max_tree_depth=config.suffix_decoding_max_tree_depth,
-        max_spec_factor=config.suffix_decoding_max_spec_factor,
-        min_token_prob=config.suffix_decoding_min_token_prob,
-        max_cached_requests=config.suffix_decoding_max_cached_requests,
-        max_bytes=config.suffix_decoding_max_bytes,
-        table=table,
-    )

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from foredraft.drafters.ngram_table import context_keys
 from foredraft.types import CapacityError
 
 ANCHORS = (8, 4, 2, 1)
 MAX_OCCURRENCES = 16
 MAX_VISITED = 48
+_LONGEST = max(ANCHORS)
 
 
 class Statistics(Protocol):
@@ -138,6 +140,16 @@ class SharedStatistics:
         self._oldest = self._next = self._num_slots
         self._active = 0
 
+    @property
+    def arrays(self) -> tuple[memoryview, memoryview, list[memoryview], list[memoryview]]:
+        """(tokens, owners, chains, chain heads), the last two by anchor; they stay in place."""
+        return self.tokens, self._owner, self._back, self._heads
+
+    @property
+    def selected(self) -> tuple[int, int]:
+        """(number of the selected tenant, 0 for none; the oldest position that is kept)."""
+        return self._active, self._oldest
+
     def select(self, tenant: str) -> bool:
         """Make ``ends`` answer for ``tenant``; False when there is nothing of it."""
         self._active = self._tenants[tenant][0] if tenant in self._tenants else 0
@@ -150,7 +162,7 @@ class SharedStatistics:
         if len(wanted) < n:
             return []
         tokens, owner, back, last, ends = self.tokens, self._owner, self._back[level], wanted[-1], list[int]()
-        position = self._heads[level][hash((active, *wanted)) % self._num_heads]
+        position = self._heads[level][context_keys(wanted, n, active)[-1] % self._num_heads]
         for _ in range(MAX_VISITED):
             if position < oldest:
                 break
@@ -207,13 +219,20 @@ class SharedStatistics:
         self._owner[slot : slot + len(document)] = memoryview(array("i", [number]) * len(document))
         # The slot behind is a header or not in use; either way nothing may run over it.
         self.tokens[slot + len(document)] = -1
-        for n, back, heads in zip(ANCHORS, self._back, self._heads, strict=True):
-            for index in range(len(document)):
-                if index + 1 < n:
+        self._index(number, document, first)
+
+    def _index(self, number: int, document: list[int], first: int) -> None:
+        """Chain the tokens of a document, the first of which is at position ``first``."""
+        slot = first % self._num_slots
+        chains = [(n - 1, back, heads) for n, back, heads in zip(ANCHORS, self._back, self._heads, strict=True)]
+        for index in range(len(document)):
+            keys, position = context_keys(document[max(0, index + 1 - _LONGEST) : index + 1], _LONGEST, number), first + index
+            for before, back, heads in chains:
+                if before > index:
                     back[slot + index] = 0
                     continue
-                bucket = hash((number, *document[index + 1 - n : index + 1])) % self._num_heads
-                position, previous = first + index, heads[bucket]
+                bucket = keys[before] % self._num_heads
+                previous = heads[bucket]
                 back[slot + index] = position - previous if previous >= self._oldest else 0
                 heads[bucket] = position
 

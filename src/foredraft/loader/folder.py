@@ -101,12 +101,14 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     return values
 
 
-def open_tensors(folder: Path) -> TensorFiles:
+def open_tensors(folder: Path, also: tuple[str, ...] = ()) -> TensorFiles:
     """Open ``model.safetensors``, or every shard that ``model.safetensors.index.json`` names.
+
+    ``also`` names further formats that may be there; ``TensorFiles.weight`` cannot read those.
 
     Raises:
         ModelFileError: a file is missing, truncated or corrupt; or there are only pickled weights.
-        UnsupportedModelError: a tensor in a format other than F32, F16 and BF16.
+        UnsupportedModelError: a tensor in a format other than F32, F16 and BF16, and those of ``also``.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     formats: dict[str, str] = {}
@@ -122,7 +124,7 @@ def open_tensors(folder: Path) -> TensorFiles:
         if name not in shapes:
             raise ModelFileError(f"{folder} has no tensor {name}, which its index names; fetch the folder again.")
     for name, format in formats.items():
-        if format not in STORED_AS:
+        if format not in STORED_AS and format not in also:
             raise UnsupportedModelError(f"{folder}: tensor {name} is stored as {format}; only {', '.join(STORED_AS)} can be read.")
     return TensorFiles(shapes, formats, contents, tuple(files))
 

@@ -122,7 +122,7 @@ def gguf_weights(file: GGUFFile, architecture: Architecture) -> Weights:
         if name not in file.tensors:
             raise ModelFileError(f"{file.path} has no tensor {name}; the file is incomplete, fetch it again.")
         used.add(name)
-        return file.weight(name, _row_order(architecture, part, file.tensors[name].shape[0]))
+        return file.weight(name, row_order(architecture, part, file.tensors[name].shape[0]))
 
     weights = assemble(architecture, open_part)
     unused = sorted(set(file.tensors) - used)
@@ -134,7 +134,7 @@ def gguf_weights(file: GGUFFile, architecture: Architecture) -> Weights:
     return weights
 
 
-def _row_order(architecture: Architecture, part: str, num_rows: int) -> npt.NDArray[np.intp] | None:
+def row_order(architecture: Architecture, part: str, num_rows: int) -> npt.NDArray[np.intp] | None:
     """Rows of q and k that bring rotary pairs from (2i, 2i+1), as Llama GGUF files have them, to (i, i + D/2)."""
     kind, half = part.removesuffix("_bias"), architecture.head_dim // 2
     if architecture.family != "llama" or kind not in ("q", "k") or num_rows % architecture.head_dim:

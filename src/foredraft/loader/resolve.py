@@ -34,6 +34,8 @@ def resolve_model(
 ) -> Path:
     """A folder with ``config.json`` or a ``.gguf`` file for a path, an alias or a hub id, in that order.
 
+    A folder that holds one ``.gguf`` file and no ``config.json`` stands for that file.
+
     ``settings_only`` fetches no weights from the hub.
 
     Raises:
@@ -68,6 +70,8 @@ def _check_path(path: Path) -> Path:
     if (path / "config.json").is_file():
         return path
     inside = sorted(path.glob("*.gguf"))
+    if len(inside) == 1:
+        return inside[0]
     hint = f"name the file, as in {inside[0]}." if inside else "give a folder with config.json and safetensors weights."
     raise ModelFileError(f"{path} has no config.json; {hint}")
 

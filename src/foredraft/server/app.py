@@ -150,10 +150,7 @@ class Server:
         try:
             return await self.service.answer(request, job, reply)
         except ForedraftError as error:
-            problem = problem_of(error, PARAMETER_NAMES)
-            if problem.param == "structured_outputs" and job.form:
-                problem.param = job.form
-            raise problem from error
+            raise problem_of(error, PARAMETER_NAMES, job.form) from error
 
     def _identity(self, prefix: str, request: Request) -> dict[str, Any]:
         name = f"{prefix}-{request.scope['state']['request_id'].removeprefix('req-')}"

@@ -12,11 +12,12 @@ from typing import Any
 
 from foredraft.llm import LLM
 from foredraft.params import SamplingParams
-from foredraft.server.problems import bad_request
+from foredraft.server.problems import STRUCTURED, bad_request, problem_of
 from foredraft.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from foredraft.server.settings import ServerConfig
 from foredraft.server.structured import form_of
 from foredraft.server.tools import call_schema, chosen_tools, plain_messages, with_tools
+from foredraft.types import RequestError
 
 # Fields that carry over under their own name; None keeps the engine's default.
 CARRIED = (
@@ -39,7 +40,7 @@ CARRIED = (
     "skip_special_tokens",
     "speculative",
 )
-PARAMETER_NAMES = (*CARRIED, "max_tokens", "seed", "logprobs", "top_logprobs", "messages", "prompt", "structured_outputs")
+PARAMETER_NAMES = (*CARRIED, "max_tokens", "seed", "logprobs", "top_logprobs", "messages", "prompt", STRUCTURED)
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,13 @@ class JobMaker:
         self._check(body, len(prompts))
         carried = {name: value for name in CARRIED if (value := getattr(body, name)) is not None}
         name, form = form_of(body, schema)
-        if form:
-            carried["structured_outputs"] = form
-        params = SamplingParams(
-            **carried,
-            max_tokens=max_tokens,
-            seed=self._draw_seed() if body.seed is None else body.seed,
-            logprobs=num_top,
-        )
+        if name:
+            carried[STRUCTURED] = form
+        seed = self._draw_seed() if body.seed is None else body.seed
+        try:
+            params = SamplingParams(**carried, max_tokens=max_tokens, seed=seed, logprobs=num_top)
+        except RequestError as error:
+            raise problem_of(error, PARAMETER_NAMES, name) from error
         options = body.stream_options
         if options is not None and not body.stream:
             raise bad_request("stream_options needs stream to be true; set it or leave stream_options out.", "stream_options")

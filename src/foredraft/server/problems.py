@@ -15,6 +15,7 @@ from starlette.responses import Response
 from foredraft.types import ForedraftError
 
 MAX_MESSAGE = 600
+STRUCTURED = "structured_outputs"
 # By status: OpenAI's ``type`` of an error.
 TYPES: Mapping[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 # How pydantic names the forms of a value in a place: ``str``, ``list[TextPart]``, ``NamedTool``.
@@ -65,14 +66,18 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return Problem(400, message, param=param, code=code)
 
 
-def problem_of(error: BaseException, fields: Sequence[str] = ()) -> Problem:
-    """What a request that raised ``error`` is answered with; ``fields`` are the names that a message may begin with."""
+def problem_of(error: BaseException, fields: Sequence[str] = (), form: str = "") -> Problem:
+    """What a request that raised ``error`` is answered with.
+
+    ``fields`` are the names that a message may begin with; ``form`` is the field by which the request asked for structured outputs.
+    """
     if isinstance(error, Problem):
         return error
     if isinstance(error, ForedraftError):
         message = str(error)
         first = re.match(r"\w+", message)
-        return bad_request(message, first[0] if first and first[0] in fields else None)
+        param = first[0] if first and first[0] in fields else None
+        return bad_request(message, form if form and param == STRUCTURED else param)
     return Problem(500, "the server failed to answer; its log says why.", code="internal_error")
 
 

@@ -5,14 +5,11 @@ Owns: which fields say so.  Does not know: how a form is enforced, or how large 
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-from foredraft.params import SamplingParams
-from foredraft.server.problems import bad_request
+from foredraft.server.problems import STRUCTURED, bad_request
 from foredraft.server.protocol import ResponseFormat, SamplingFields
 
-NAME = "structured_outputs"
 # vLLM's older names, and what they are called now.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
@@ -31,15 +28,11 @@ def form_of(body: SamplingFields, call_schema: dict[str, Any] | None = None) -> 
     if body.response_format is not None and body.response_format.type != "text":
         forms["response_format"] = _response_format(body.response_format)
     if body.structured_outputs is not None:
-        forms[NAME] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        forms[STRUCTURED] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
     forms.update({name: {now: value} for name, now in GUIDED.items() if (value := getattr(body, name)) is not None})
     if len(forms) > 1:
         raise bad_request(f"{' and '.join(forms)} cannot be combined; leave out all but one.", list(forms)[1])
-    for name, form in forms.items():
-        if NAME not in {field.name for field in fields(SamplingParams)}:
-            raise bad_request(f"{name} is not supported by this version; leave it out.", name, "unsupported_field")
-        return name, form
-    return "", {}
+    return next(iter(forms.items()), ("", {}))
 
 
 def _response_format(wish: ResponseFormat) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class Collector:
         self._prompts = [tokens for tokens in encoded if 0 < len(tokens) <= room]
         if len(self._prompts) < len(encoded):
             report(f"left out, being empty or longer than {room} tokens: {len(encoded) - len(self._prompts)} of the prompts")
+        self.num_prompts = len(encoded)
         if prompts and not self._prompts:
             raise ConfigError(f"none of the {len(encoded)} prompts fits into {room} tokens; give shorter ones.")
         if not self._header and not prompts:

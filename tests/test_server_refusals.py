@@ -179,7 +179,7 @@ mild = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(0, 300), max_size=3),
     },
 )
-FUZZ = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 def survives(server: Running, path: str, data: bytes) -> None:
@@ -217,7 +217,7 @@ def test_a_request_made_from_our_own_description_breaks_the_server(server: Runni
         operation = result.ok()
         paths.append(operation.path)
 
-        @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=8, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy())
         def survive(case: Any) -> None:
             if isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int):

@@ -25,7 +25,7 @@ from foredraft.architecture import Architecture
 LOSSES = ("ce", "tv", "lk")
 # Of 2602.23881: how fast the loss goes over from cross-entropy to acceptance as that grows.
 LK_RATE = 3.0
-_INIT_STD = 0.02
+FUSION_STD = 0.002
 BLOCK_ROWS, CHUNK_ROWS = 2048, 64
 
 
@@ -91,7 +91,7 @@ class Eagle3Network(nn.Module):
         q, kv, f = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
 
         def matrix(rows: int, columns: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(rows, columns) * _INIT_STD)
+            return nn.Parameter(torch.zeros(rows, columns))
 
         self.fc = matrix(d, num_taps * d)
         self.qkv = matrix(q + 2 * kv, 2 * d)
@@ -106,11 +106,14 @@ class Eagle3Network(nn.Module):
         frequencies = torch.from_numpy(a.layers[-1].rope.inverse_frequencies(a.head_dim))
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def start_from(self, weights: Mapping[str, Tensor], layer: int) -> None:
-        """Take over the target's decoder layer, final norm and output head; ``weights`` have canonical names."""
+    def start_from(self, weights: Mapping[str, Tensor], layer: int, generator: torch.Generator) -> None:
+        """Take over the target's decoder layer, final norm and output head; ``weights`` have canonical names.
+
+        The feature begins as the last of the states, and a little of all.
+        """
         d, prefix = self.fc.shape[0], f"layers.{layer}."
         with torch.no_grad():
-            self.fc.mul_(0.1)
+            self.fc.copy_(torch.randn(self.fc.shape, generator=generator) * FUSION_STD)
             self.fc[:, -d:] += torch.diag(self.feature_scale[-d:])
             qkv = weights[prefix + "qkv"]
             self.qkv[:, d:] = qkv

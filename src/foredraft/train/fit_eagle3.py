@@ -168,10 +168,9 @@ class Eagle3Job:
         self.num_texts, self._train, self._held_out = len(train), train, held_out
         self._d = d = architecture.hidden_size
         self._num_features = train[0].states.shape[1] - d
-        torch.manual_seed(options.seed)
         scale = _scale(train, self._num_features)
         self.network = Eagle3Network(architecture, self._num_features // d, draft_vocab, weights["embed"].bfloat16(), scale)
-        self.network.start_from(weights, architecture.num_layers - 1)
+        self.network.start_from(weights, architecture.num_layers - 1, torch.Generator().manual_seed(options.seed))
         self.network.to(device)
         self._local = torch.full((architecture.vocab_size,), -1, dtype=torch.int64)
         self._local[draft_vocab] = torch.arange(len(draft_vocab))

@@ -166,13 +166,14 @@ class DraftJob:
         else:
             probs, kind = self._teacher.probs(texts, kept), self._options.loss
         at, scale = torch.arange(len(label)), torch.full((len(label),), 1 / max(1, len(label)))
-        loss, _, right = HeadLoss.apply(states, head, probs, at.to(self._device), label, scale.to(self._device), kind)
+        apply: Any = HeadLoss.apply
+        loss, _, right = apply(states, head, probs, at.to(self._device), label, scale.to(self._device), kind)
         return loss, len(label), int(right.sum())
 
     def _predicting(self, texts: Sequence[Text]) -> Tensor:
         """What the head reads at each token that an answer's token follows, [R, d]."""
         states = self.student.hidden([text.tokens[:-1] for text in texts])
-        parts = states.split([len(text.tokens) - 1 for text in texts])
+        parts = torch.split(states, [len(text.tokens) - 1 for text in texts])
         return torch.cat([part[text.num_prompt - 1 :] for part, text in zip(parts, texts, strict=True)])
 
     @torch.no_grad()

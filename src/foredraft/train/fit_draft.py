@@ -166,9 +166,8 @@ class DraftJob:
         else:
             probs, kind = self._teacher.probs(texts, kept), self._options.loss
         at, scale = torch.arange(len(label)), torch.full((len(label),), 1 / max(1, len(label)))
-        loss, _, right = HeadLoss.apply(  # type: ignore[no-untyped-call]
-            states, head, probs, at.to(self._device), label, scale.to(self._device), kind
-        )
+        apply: Any = HeadLoss.apply
+        loss, _, right = apply(states, head, probs, at.to(self._device), label, scale.to(self._device), kind)
         return loss, len(label), int(right.sum())
 
     def _predicting(self, texts: Sequence[Text]) -> Tensor:

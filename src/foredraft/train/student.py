@@ -119,8 +119,8 @@ def _projected(started: Mapping[str, Tensor], small: Architecture, large: Archit
 def principal_axes(rows: Tensor, num_axes: int) -> Tensor:
     """Orthonormal columns [d, num_axes] along which ``rows`` [n, d] reach farthest; evenly spaced ones of many rows suffice."""
     sample = rows[:: max(1, len(rows) // MAX_AXES_ROWS)].double()
-    vectors: Tensor = torch.linalg.eigh(sample.T @ sample).eigenvectors
-    return vectors[:, -num_axes:].flip(1).float()
+    axes: Tensor = torch.linalg.eigh(sample.T @ sample).eigenvectors
+    return axes[:, -num_axes:].flip(1).float()
 
 
 def _kept_heads(small: Architecture, large: Architecture) -> Tensor:
@@ -205,7 +205,7 @@ class _TrainingOps(TorchOps):
         """See Ops; every row sees its own text up to itself."""
         lengths = layout.attention[window]
         parts = zip(torch.split(q, lengths), torch.split(k, lengths), torch.split(v, lengths), strict=True)
-        return torch.cat([_attend(*part, window, scale) for part in parts])
+        return torch.cat([_attend(one, keys, values, window, scale) for one, keys, values in parts])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:

@@ -77,10 +77,11 @@ def sources(config: SpeculativeConfig, target: shipped.Target | None = None) -> 
     found, method = shipped.find(target), config.method
     draft, head, kind = named.draft_model, named.head, named.head_kind
     if config.model is None:
-        if method in (AUTO, DRAFT_MODEL):
-            draft = found.draft_model
         if method == AUTO or method == found.head_kind:
             head, kind = found.head, found.head_kind
+        # A head costs less than a small model and is right more often, so `auto` takes no second one.
+        if method == DRAFT_MODEL or (method == AUTO and head is None):
+            draft = found.draft_model
     base = found.suffix_base if method in (AUTO, "suffix") else None
     return Sources(draft, head, kind, named.suffix_base or base)
 

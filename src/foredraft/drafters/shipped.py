@@ -3,7 +3,7 @@
 Owns: the layout of ``shipped/``, and which of it fits a target.  Does not know: how a drafter is loaded.
 
 ``shipped/<alias>/provenance.json`` names the target; beside it may be ``suffix.table`` (statistics), ``eagle3/`` or ``eagle/``
-(a head) and ``draft_model/`` (a small language model).
+(a head) and ``draft_model/draft.gguf`` (a small language model).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from foredraft.drafters.ngram_table import TargetIdentity
 
 FOLDER = Path(__file__).resolve().parents[1] / "shipped"
-STATISTICS, DRAFT_MODEL, HEADS = "suffix.table", "draft_model", ("eagle3", "eagle")
+STATISTICS, DRAFT_MODEL, HEADS = "suffix.table", "draft_model/draft.gguf", ("eagle3", "eagle")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def contents(folder: Path) -> Shipped:
     return Shipped(
         folder.name,
         str(statistics) if statistics.is_file() else None,
-        str(draft) if (draft / "config.json").is_file() else None,
+        str(draft) if draft.is_file() else None,
         str(folder / kind) if kind else None,
         kind,
     )

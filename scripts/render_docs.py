@@ -30,6 +30,7 @@ BENCH = Path("docs/data/bench_smollm2-135m_cpu.json")
 PASSES = Path("docs/data/passes_smollm2-135m_cpu.json")
 PLAN = Path("docs/data/plan_smollm2-135m_cpu.json")
 EXPERIMENTS = Path("docs/data/experiments_smollm2-135m_cpu.json")
+ACCEPTANCE = Path("docs/data/acceptance_smollm2-135m.json")
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
 HELP_WIDTH = 100
 SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
@@ -94,6 +95,7 @@ def all_sections(root: Path) -> Sections:
         "bench-k": lambda: bench_sweep(bench, "k_sweep"),
         "bench-batch": lambda: bench_sweep(bench, "batch_sweep"),
         "bench-prediction": lambda: bench_prediction(bench),
+        "acceptance-table": lambda: acceptance_table(json.loads((root / ACCEPTANCE).read_text(encoding="utf-8"))),
         "experiments-table": lambda: experiments_table(experiments),
         "experiments-machine": lambda: experiments_machine(experiments),
         "experiments-numbers": lambda: experiments_numbers(experiments),
@@ -192,6 +194,18 @@ def bench_prediction(bench: Mapping[str, Any]) -> str:
         f"{found['median_error']:.1%}, worst {found['worst_error']:+.1%}) and {found['share_of_right_signs']:.0%} with the right "
         f"sign; {found['num_even']} were measured within noise of 1.00. {found['rule']}"
     )
+
+
+def acceptance_table(result: Mapping[str, Any]) -> str:
+    """A row per drafter and temperature: acceptance length, and the share of drafted tokens that came, by position; then what of."""
+    num = result["num_speculative_tokens"]
+    rows = [["method", "temperature", "acceptance length", *(f"position {i + 1}" for i in range(num))]]
+    for method, cells in result["methods"].items():
+        for temperature, cell in cells.items():
+            shares = [f"{share:.2f}" for share in cell["accepted_by_position"]]
+            rows.append([f"`{method}`", temperature, f"{cell['acceptance_length']:.2f}", *shares])
+    said = f"{result['num_prompts']} prompts of {result['prompts']}, answers of up to {result['max_tokens']} tokens, K = {num}."
+    return f"{table(rows, num_left=2)}\n\n{said}"
 
 
 def experiments_table(result: Mapping[str, Any]) -> str:

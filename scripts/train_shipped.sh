@@ -7,5 +7,5 @@ OUT=${1:-build/shipped/smollm2-135m}
 FOREDRAFT=${FOREDRAFT:-.venv/bin/foredraft}
 mkdir -p "$OUT"
 "$FOREDRAFT" train suffix smollm2-135m --tokens 520000 --out "$OUT/suffix.table"
-"$FOREDRAFT" train eagle3 smollm2-135m --tokens 417000 --hours 1.22 --draft-vocab 5632 --out "$OUT/eagle3"
+"$FOREDRAFT" train eagle3 smollm2-135m --tokens 481000 --hours 1.22 --draft-vocab 5632 --out "$OUT/eagle3"
 "$FOREDRAFT" train draft smollm2-135m --tokens 340000 --hours 0.74 --loss tokens --lr 0.004 --vocab 12288 --out "$OUT/draft_model"

@@ -1,7 +1,7 @@
 """Acceptance length of each drafter with a fixed K on a data set of prompts, greedy and sampled.
 
-Usage: ``python scripts/measure_acceptance.py PROMPTS.jsonl [--json FILE]``.  Acceptance does not depend on the machine's speed, so this
-may run beside other work.  Prompts are Spec-Bench's or plain lines as ``foredraft.request_log.read_prompts`` takes them; of a
+Usage: ``python scripts/measure_acceptance.py PROMPTS.jsonl [--json FILE]``.  Acceptance does not depend on the machine's speed, so
+this may run beside other work.  Prompts are Spec-Bench's or plain lines as ``foredraft.request_log.read_prompts`` takes them; of a
 conversation the first turn is asked.
 """
 

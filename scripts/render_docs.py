@@ -197,7 +197,7 @@ def bench_prediction(bench: Mapping[str, Any]) -> str:
 
 
 def acceptance_table(result: Mapping[str, Any]) -> str:
-    """A row per drafter and temperature: acceptance length, and the share of drafted tokens that came, by position; then what of."""
+    """A row per drafter and temperature: acceptance length, and the share of drafted tokens that came, by position."""
     num = result["num_speculative_tokens"]
     rows = [["method", "temperature", "acceptance length", *(f"position {i + 1}" for i in range(num))]]
     for method, cells in result["methods"].items():

@@ -18,6 +18,7 @@ from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes
 from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.registry import Sources
 from foredraft.engine import Engine
 from foredraft.kv_cache import KVCache
 from foredraft.llm import LLM
@@ -99,6 +100,8 @@ class ScriptLLM(LLM):
         self.target = ScriptTarget(num_blocks, answers, pause)  # type: ignore[assignment]
         self.kv = KVCache(num_blocks, 16, True)
         self._drafters = {}
+        context = DrafterContext(self.target.vocab_size, self.max_model_len)
+        self._parts = SimpleNamespace(sources=Sources(), context=lambda target, kv: context)  # type: ignore[assignment]
         self._ensure_drafters(self.speculative_config)
         self.controller = Controller(PassTimes((1, 9), (0.010, 0.012), 1e-6, 1e-7))
         self._is_calibrated = True
@@ -108,6 +111,3 @@ class ScriptLLM(LLM):
         self._requests = {}
         self._num_requests = self._num_seqs = 0
         self._draw_seed = lambda bits: 7
-
-    def _drafter_context(self) -> DrafterContext:
-        return DrafterContext(self.target.vocab_size, self.max_model_len)

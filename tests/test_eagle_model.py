@@ -64,9 +64,9 @@ def test_each_engine_gets_keys_of_its_own_and_shares_the_weights(llm: LLM) -> No
 
 def test_memory_counts_the_head(llm: LLM) -> None:
     alone = plan_memory(llm.checkpoint, None, llm.config, llm.speculative_config)
-    assert llm._head_weights is not None
+    assert llm._parts.head_weights is not None
     # The plan rounds each matrix up to whole cache lines.
-    assert 0 <= llm.memory.draft_weights - llm._head_weights.num_bytes < 64 * 10
+    assert 0 <= llm.memory.draft_weights - llm._parts.head_weights.num_bytes < 64 * 10
     assert alone.draft_weights == alone.draft_kv == 0
     per_token = 2 * 2 * 16 * 2 + 4 * 576 // 16
     assert llm.memory.draft_kv == llm.memory.num_tokens * per_token

@@ -55,6 +55,7 @@ ORDER = (
     "calibration",
     "drafters",
     "capacity",
+    "draft_parts",
     "scheduler",
     "engine",
     "llm",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft import __version__
 from foredraft.calibration import Identity, pass_times
@@ -21,16 +21,14 @@ from foredraft.capacity import plan_memory
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.controller import Controller
 from foredraft.cost import PassCost, PassTimes
+from foredraft.draft_parts import DraftParts, build_target
 from foredraft.drafters import registry
-from foredraft.drafters.context import DrafterContext, DrafterFactory, DraftModel, Head, draws_for
-from foredraft.drafters.ngram_table import TargetIdentity
-from foredraft.drafters.shipped import Target as ShippedTarget
+from foredraft.drafters.context import DrafterFactory
 from foredraft.engine import Emission, Engine
 from foredraft.grammar import Grammars, TokenTable
 from foredraft.kv_cache import KVCache
-from foredraft.loader import Checkpoint, Detokenizer, Progress, cache_dir, load_checkpoint
+from foredraft.loader import Detokenizer, Progress, cache_dir, load_checkpoint
 from foredraft.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from foredraft.target import ModelTarget
 from foredraft.types import (
     Drafter,
     RequestError,
@@ -41,10 +39,6 @@ from foredraft.types import (
     TokenRules,
 )
 from foredraft.verify import RULES
-
-if TYPE_CHECKING:
-    from foredraft.drafters.eagle_file import HeadFile
-    from foredraft.drafters.eagle_loader import HeadWeights
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 Message = Mapping[str, str]
@@ -104,19 +98,14 @@ class LLM:
         self._factories = dict(drafters or {})
         registry.check(self.speculative_config, self._factories)
         self.checkpoint = load_checkpoint(model, progress=progress)
-        self.sources = registry.sources(self.speculative_config, self._shipped_target())
-        name = self.sources.draft_model
-        draft = load_checkpoint(name, progress=progress) if name is not None else None
-        self._head_file = self._find_head()
+        self._parts = parts = DraftParts(self.checkpoint, self.config, self.speculative_config, progress)
         self.memory = plan_memory(
-            self.checkpoint, draft, self.config, self.speculative_config, head=self._head_file, sources=self.sources
+            self.checkpoint, parts.draft_model, self.config, self.speculative_config, head=parts.head, sources=parts.sources
         )
         self.max_model_len, num_blocks = self.memory.max_model_len, self.memory.num_blocks
-        self.target = self._build_target(self.checkpoint, self.max_model_len, num_blocks)
+        self.target = build_target(self.checkpoint, self.config, self.max_model_len, num_blocks)
         self.kv = KVCache(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-        self._draft_checkpoint, self._num_blocks = draft, num_blocks
         self._drafters: dict[str, Drafter] = {}
-        self._head_weights: HeadWeights | None = None
         self._ensure_drafters(self.speculative_config)
         self.controller = Controller(PassTimes.unknown(), trace)
         self._is_calibrated = False
@@ -139,73 +128,6 @@ class LLM:
 
     # -------------------------------------------------------------------------------------------- building
 
-    def _build_target(self, checkpoint: Checkpoint, max_model_len: int, num_blocks: int) -> ModelTarget:
-        config = self.config
-        return ModelTarget(
-            checkpoint.architecture,
-            checkpoint.weights,
-            device=config.device,
-            dtype=config.dtype,
-            ops=config.ops,
-            threads=config.threads,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            release=checkpoint.release,
-        )
-
-    def _identity(self) -> TargetIdentity:
-        checkpoint = self.checkpoint
-        return TargetIdentity.of(checkpoint.name, checkpoint.architecture.vocab_size, checkpoint.tokenizer.vocabulary())
-
-    def _shipped_target(self) -> ShippedTarget:
-        architecture = self.checkpoint.architecture
-        return ShippedTarget(architecture.vocab_size, architecture.hidden_size, architecture.num_layers, self._identity)
-
-    def _find_head(self) -> HeadFile | None:
-        """The head of ``sources``, opened and checked."""
-        if self.sources.head is None or self.sources.head_kind is None:
-            return None
-        from foredraft.drafters.eagle_loader import find_head
-
-        return find_head(self.sources.head, self.sources.head_kind, self._identity(), self.checkpoint.architecture)
-
-    def _load_head(self, name: str, num_scratch: int, kv: KVCache) -> Head:
-        """A head with a cache of its own for the blocks of ``kv``; all of them share its weights."""
-        from foredraft.drafters.eagle_loader import head_with_cache, load_weights
-
-        head = self._head_file
-        assert head is not None and name == self.sources.head, (name, self.sources)
-        if self._head_weights is None:
-            self._head_weights = load_weights(head, self.target, self.checkpoint.weights, self.config.dtype)
-        num_layers = self.checkpoint.architecture.num_layers
-        return head_with_cache(head, self._head_weights, num_layers, kv.num_blocks + num_scratch, kv.block_size)
-
-    def _drafter_context(self, kv: KVCache | None = None) -> DrafterContext:
-        kv = kv or self.kv
-        stream, with_probs = draws_for(self.speculative_config.rejection_sample_method)
-        return DrafterContext(
-            vocab_size=self.target.vocab_size,
-            max_model_len=self.max_model_len,
-            stream=stream,
-            with_probs=with_probs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_num_seqs=self.config.max_num_seqs,
-            model=self.checkpoint.name,
-            vocabulary=self.checkpoint.tokenizer.vocabulary,
-            load_draft_model=self._load_draft_model,
-            kv=kv,
-            load_head=lambda name, num_scratch: self._load_head(name, num_scratch, kv),
-        )
-
-    def _load_draft_model(self, name: str) -> DraftModel:
-        checkpoint = self._draft_checkpoint
-        assert checkpoint is not None and checkpoint.name == name, (checkpoint, name)
-        max_model_len = min(self.max_model_len, checkpoint.architecture.max_position_embeddings)
-        target = self._build_target(checkpoint, max_model_len, self._num_blocks)
-        kv = KVCache(self._num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-        return DraftModel(target, kv, checkpoint.tokenizer.vocabulary())
-
     def _token_table(self) -> TokenTable:
         tokenizer = self.checkpoint.tokenizer
         return TokenTable(
@@ -218,14 +140,15 @@ class LLM:
 
     def _ensure_drafters(self, config: SpeculativeConfig, *, has_grammar: bool = False) -> tuple[str, ...]:
         """Names of the drafters that ``config`` may ask; those that are not there yet are made."""
-        names = registry.members(config, self._factories, self.sources, has_grammar=has_grammar)
+        names = registry.members(config, self._factories, self._parts.sources, has_grammar=has_grammar)
         for name in names:
             if name not in self._drafters:
-                self._drafters[name] = self._new_drafter(name, config, self._drafter_context())
+                self._drafters[name] = self._new_drafter(name, config, self.kv)
         return names
 
-    def _new_drafter(self, name: str, config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-        return registry.create(name, self.sources.settings(name, config), context, self._factories)
+    def _new_drafter(self, name: str, config: SpeculativeConfig, kv: KVCache) -> Drafter:
+        context = self._parts.context(self.target, kv)
+        return registry.create(name, self._parts.sources.settings(name, config), context, self._factories)
 
     def new_drafters(self, method: str, kv: KVCache | None = None) -> dict[str, Drafter]:
         """Drafters of a method that share nothing with the engine's own but weights, and a draft model's cache.
@@ -233,10 +156,9 @@ class LLM:
         ``kv`` accounts for the blocks of the engine that they will serve; None is this one's.
         """
         config = replace(self.speculative_config, method=method)
-        names = registry.members(config, self._factories, self.sources)
+        names = registry.members(config, self._factories, self._parts.sources)
         shared = self._ensure_drafters(replace(config, method="draft_model")) if "draft_model" in names else ()
-        context = self._drafter_context(kv)
-        return {name: self._drafters[name] if name in shared else self._new_drafter(name, config, context) for name in names}
+        return {n: self._drafters[n] if n in shared else self._new_drafter(n, config, kv or self.kv) for n in names}
 
     def calibrate(self) -> PassTimes:
         """What passes take here: measured at first, and since then learned from those that ran."""
@@ -256,7 +178,7 @@ class LLM:
     def describe(self) -> list[str]:
         """Lines for a start message: model, place, memory, exactness, and whether speculation is on."""
         config, checkpoint = self.speculative_config, self.checkpoint
-        names = registry.members(config, self._factories, self.sources)
+        names = registry.members(config, self._factories, self._parts.sources)
         speculation = "off (method none)"
         if names and config.num_speculative_tokens:
             which = config.method if names == (config.method,) else f"{config.method} ({', '.join(names)})"

@@ -25,6 +25,7 @@ BAD_SPECULATIVE = [
     ("suffix_decoding_max_cached_requests", [-1, True, 1.0, "1", None]),
     ("suffix_decoding_max_bytes", [-1, True, 1e9, "1", None]),
     ("suffix_decoding_base", ["", 1, True]),
+    ("shipped", [0, 1, "true", None]),
     ("suffix_decoding_max_spec_factor", [-0.1, 64.1, NAN, INF, True, "1", None]),
     ("suffix_decoding_min_token_prob", [-0.1, 1.1, NAN, INF, True, "0.1", None]),
 ]

@@ -101,7 +101,7 @@ def test_what_is_shipped_is_found_by_the_target(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "tiny"
     HeadSpec().write(folder / "eagle3")
     (folder / "draft_model").mkdir()
-    (folder / "draft_model" / "config.json").write_text("{}")
+    (folder / "draft_model" / "draft.gguf").write_text("")
     (folder / "suffix.table").write_text("")
     (folder / "provenance.json").write_text(json.dumps({"target": asdict(identity)}))
     monkeypatch.setattr(registry.shipped, "find", partial(shipped.find, folder=tmp_path))
@@ -112,12 +112,14 @@ def test_what_is_shipped_is_found_by_the_target(tmp_path: Path, monkeypatch: pyt
         paths = (one.suffix_base, one.head, one.draft_model)
         return tuple(path and Path(path).name for path in paths)
 
-    assert found() == ("suffix.table", "eagle3", "draft_model")
+    # A head leaves no place for a draft model; without one, or by its own name, the draft model is there.
+    assert found() == ("suffix.table", "eagle3", None)
+    assert found(method="draft_model") == (None, None, "draft.gguf")
     assert found(shipped=False) == found(method="none") == found(method="ngram") == (None, None, None)
     assert found(method="suffix") == ("suffix.table", None, None)
     assert found(method="suffix", suffix_decoding_base="own") == ("own", None, None)
     assert found(method="eagle3") == (None, "eagle3", None) and found(method="eagle") == (None, None, None)
-    assert found(replace(target, hidden_size=96)) == ("suffix.table", None, "draft_model")
+    assert found(replace(target, hidden_size=96)) == ("suffix.table", None, "draft.gguf")
     assert found(replace(target, vocab_size=80)) == (None, None, None)
     assert found(replace(target, identity=lambda: replace(identity, vocabulary="x"))) == (None, None, None)
 

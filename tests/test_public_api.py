@@ -131,7 +131,7 @@ METHODS = {
     "abort": ["request"],
     "describe": [],
     "calibrate": [],
-    "new_drafters": ["method"],
+    "new_drafters": ["method", "kv"],
 }
 
 

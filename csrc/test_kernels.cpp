@@ -243,13 +243,13 @@ struct TinyHead {
   std::vector<const float*> o_biases;
   Head head{};
 
-  TinyHead(Format format, bool fuses, bool extras, int block_size, int num_blocks, Random& random)
-      : tiny(format, false, format != F32, is_quantised(format) ? 96 : 48, block_size, num_blocks, random) {
+  TinyHead(Format format, bool fuses, bool extras, int head_dim, int block_size, int num_blocks, Random& random)
+      : tiny(format, false, format != F32, head_dim, is_quantised(format) ? 96 : 48, block_size, num_blocks, random) {
     const auto vector = [&](int count, float offset) {
       vectors.push_back(random.floats(count, offset, 0.3f));
       return static_cast<const float*>(vectors.back().data());
     };
-    const int stride = (kHeads + 2 * kKvHeads) * kHeadDim;
+    const int stride = (kHeads + 2 * kKvHeads) * head_dim;
     matrices.push_back(std::make_unique<Owned>(format, kHidden, fuses ? 96 : 2 * kHidden, random));
     head.fc = matrices.back()->matrix;
     if (fuses) {
@@ -280,16 +280,17 @@ std::vector<float> run_head(const Kernels& kernels, Pool& pool, const TinyHead& 
                             const std::vector<float>& states, const std::vector<int32_t>& table, int first, int num_rows) {
   const Model& model = owner.tiny.model;
   const Head& head = owner.head;
-  const size_t width = kHeads * kHeadDim, stride = width + 2 * kKvHeads * kHeadDim, state = size_t(head.num_states) * head.state_size;
+  const size_t dim = model.head_dim, width = kHeads * dim, stride = width + 2 * kKvHeads * dim;
+  const size_t state = size_t(head.num_states) * head.state_size;
   std::vector<int32_t> positions(num_rows), table_of(num_rows, 0), first_keys(num_rows, 2), row_of(num_rows), logit_rows{num_rows - 1};
   for (int i = 0; i < num_rows; ++i) {
     positions[i] = first + i;
     row_of[i] = i;
   }
-  std::vector<float> x(num_rows * kHidden), qkv(num_rows * stride), rotations(num_rows * kHeadDim), features(x.size(), NAN);
+  std::vector<float> x(num_rows * kHidden), qkv(num_rows * stride), rotations(num_rows * dim), features(x.size(), NAN);
   std::vector<float> last_x(kHidden), last_qkv(stride), logits(kVocabulary, NAN), outputs(kHidden, NAN), probabilities(1);
   std::vector<int32_t> best(1);
-  Inputs in(num_rows, 96), mid(num_rows, model.intermediate);
+  Inputs in(num_rows, std::max<size_t>(96, width)), mid(num_rows, model.intermediate);
   HeadPass io{};
   io.same = num_rows == 1;
   io.num_state_rows = num_rows;
@@ -341,11 +342,11 @@ std::vector<float> run_head(const Kernels& kernels, Pool& pool, const TinyHead& 
   return all;
 }
 
-void test_head(const Kernels& kernels, Format format, bool fuses, bool extras, int block_size, Random& random) {
+void test_head(const Kernels& kernels, Format format, bool fuses, bool extras, int head_dim, int block_size, Random& random) {
   const std::string name = std::string(kernels.name) + " head in format " + std::to_string(format) + (fuses ? " of states" : "") +
                            (extras ? " with extras" : "") + ", blocks of " + std::to_string(block_size);
   const int num_tokens = 133, num_blocks = (num_tokens + block_size - 1) / block_size;
-  const TinyHead owner(format, fuses, extras, block_size, num_blocks, random);
+  const TinyHead owner(format, fuses, extras, head_dim, block_size, num_blocks, random);
   std::vector<int32_t> tokens, table;
   for (int i = 0; i < num_tokens; ++i) tokens.push_back(int32_t(random.bits() % kVocabulary));
   for (int i = 0; i < num_blocks; ++i) table.push_back(num_blocks - 1 - i);
@@ -387,7 +388,7 @@ int main() {
       for (bool extras : {false, true})
         for (int block_size : {3, 16}) {
           test_run(*kernels, format, extras, block_size, random);
-          for (bool fuses : {false, true}) test_head(*kernels, format, fuses, extras, block_size, random);
+          for (bool fuses : {false, true}) test_head(*kernels, format, fuses, extras, extras ? 16 : 32, block_size, random);
         }
     }
     std::printf("kernels %s: fine\n", kernels->name);

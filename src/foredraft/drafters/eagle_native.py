@@ -33,7 +33,7 @@ from foredraft.native import (
 from foredraft.weights import read_chunks
 
 # A draft step is bound by reading these.  What they lose to four bits changes few drafts, and no output.
-LAYER_FORMAT, HEAD_FORMAT, INPUT_FORMAT = "Q8_0", "Q4_1", "Q8_0"
+LAYER_FORMAT, HEAD_FORMAT, INPUT_FORMAT = "Q4_1", "Q4_1", "Q8_0"
 
 
 def why_not(config: HeadConfig) -> str | None:

@@ -134,6 +134,20 @@ def test_a_shape_that_nothing_allowed_continues_ends_others_too() -> None:
         assert mate == plain(other)
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_what_was_accepted_before_a_row_without_tokens_is_lost(rule: str) -> None:
+    """Plain decoding comes as far, so drafts must."""
+    for stop, expected in (((), ((0, 0, 0), "error")), (("aa",), ((0, 0), "stop"))):
+        params = SamplingParams(allowed_token_ids=(0,), stop=stop, structured_outputs=StructuredOutputs(regex="aaab"), logprobs=1)
+        request = Request((1, 2), params, rules=EOS)
+        alone = plain(request)
+        assert (alone.tokens, alone.finish_reason) == expected
+        for draft in ([0], [0, 0], [0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 1, 5], [0, 1, 0]):
+            known = [1, 2, *draft]
+            lab = Lab({"drafter": ScriptedDrafter(lambda tokens, k, known=known: known[len(tokens) :][:k])}, rule)
+            assert lab.run(request.sequence("drafter", 8)) == [alone], draft
+
+
 def test_logprobs_are_those_under_the_shape() -> None:
     outcome = plain(ask("forced", temperature=1.0, logprobs=0))
     target, tokens = TableTarget(), [1, 2, 3, 1, 2]

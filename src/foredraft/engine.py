@@ -33,7 +33,7 @@ from foredraft.types import (
     Verdict,
     num_agreeing,
 )
-from foredraft.verify import RowDistribution, Rule
+from foredraft.verify import RowDistribution, Rule, judge
 
 PLAIN = "none"
 
@@ -52,7 +52,8 @@ class _Work:
     """One sequence's part of a step: ``num_rows`` known tokens, then ``draft``; ``verdict`` is what was emitted.
 
     ``heard`` are the drafts that were proposed, by drafter; ``draft`` is what of one is verified.  ``judged`` is ``draft``, and
-    behind it the drawn id that the target cannot say and that ended it, if that is why it ended.
+    behind it the drawn id that the target cannot say and that ended it, if that is why it ended.  ``broken`` says why the row
+    after the verdict's tokens gives none.
     """
 
     seq: Sequence
@@ -63,6 +64,7 @@ class _Work:
     draft: Draft = field(default_factory=Draft)
     judged: Draft = field(default_factory=Draft)
     verdict: Verdict = field(default_factory=Verdict)
+    broken: str = ""
 
 
 class Engine:
@@ -191,8 +193,8 @@ class Engine:
         for item, (name, num_tokens) in zip(ready, plan.choose(), strict=True):
             # A draft never pushes another request out of the cache: without room there is none.
             if num_tokens and self._kv.reserve(item.seq.seq_id, len(item.seq.tokens) + num_tokens):
-                item.drafter, item.judged = name, _cut(item.heard[name], num_tokens)
-                item.draft = _cut(item.judged, _num_possible(item.seq, item.judged.tokens, vocab_size))
+                item.drafter, item.judged = name, item.heard[name].cut(num_tokens)
+                item.draft = item.judged.cut(_num_possible(item.seq, item.judged.tokens, vocab_size))
 
     def _pass(self, work: list[_Work]) -> PassOutput:
         batch = []
@@ -204,17 +206,17 @@ class Engine:
         return self._target.forward(batch, self._taps(work)) if batch else PassOutput([])
 
     def _verify(self, work: list[_Work], output: PassOutput) -> None:
-        """Judge every draft; a sequence whose logits are not finite ends here, and the others go on."""
+        """Judge every draft."""
         for item, rows in zip(work, output.logits, strict=True):
             if item.complete:
                 row = _row_distribution(item.seq, item.draft, _draft_rows(rows, item.draft))
-                try:
-                    item.verdict = self._rule(item.judged, row, noise_for(item.seq), len(item.seq.tokens))
-                except FloatingPointError as error:
-                    item.seq.finish_reason, item.seq.stop_reason = "error", str(error)
+                item.verdict, item.broken = judge(self._rule, item.judged, row, noise_for(item.seq), len(item.seq.tokens))
 
     def _commit(self, work: list[_Work], output: PassOutput) -> list[Emission]:
-        """Append each verdict's tokens up to the earliest of EOS, stop id, stop string, max_tokens and context limit."""
+        """Append each verdict's tokens up to the earliest of EOS, stop id, stop string, max_tokens and context limit.
+
+        A sequence whose next row gives no token ends as well, and the others go on.
+        """
         emissions = []
         for item, rows in zip(work, output.logits, strict=True):
             seq, verdict, num_known = item.seq, item.verdict, len(item.seq.tokens)
@@ -223,6 +225,8 @@ class Engine:
                 seq.tokens.append(token)
                 if self._meets_end(seq, token):
                     break
+            if item.broken and seq.finish_reason is None:
+                seq.finish_reason, seq.stop_reason = "error", item.broken
             emitted = tuple(seq.tokens[num_known:])
             item.verdict = Verdict(emitted, min(verdict.num_accepted, len(emitted)))
             seq.num_computed += item.num_rows + item.verdict.num_accepted
@@ -385,24 +389,15 @@ def _sound(seq: Sequence, draft: Draft, num_wanted: int, vocab_size: int) -> Dra
     tokens = draft.tokens[:num_wanted]
     num_possible = _num_possible(seq, tokens, vocab_size)
     if draft.probs is None or num_possible == len(tokens):
-        return _cut(draft, num_possible)
+        return draft.cut(num_possible)
     is_at_end = seq.grammar is not None and seq.grammar.allowed(seq, tokens[:num_possible]) is None
-    return _cut(draft, num_possible + (not is_at_end))
+    return draft.cut(num_possible + (not is_at_end))
 
 
 def _num_possible(seq: Sequence, tokens: tuple[int, ...], vocab_size: int) -> int:
     """Length of a draft up to the first id that is no token of the target, or that the sequence's grammar forbids."""
     num_known = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
     return num_known if seq.grammar is None else seq.grammar.num_allowed(seq, tokens[:num_known])
-
-
-def _cut(draft: Draft, length: int) -> Draft:
-    """The first tokens of a draft; nearly always that is all of it."""
-    if length == len(draft.tokens):
-        return draft
-    tokens = draft.tokens[:length]
-    probs = None if draft.probs is None else draft.probs[:length]
-    return Draft(tokens, probs, confidence=None if draft.confidence is None else draft.confidence[:length])
 
 
 def _origins(num_drafted: int, verdict: Verdict) -> tuple[str, ...]:

@@ -185,6 +185,13 @@ class Draft:
     score: float | None = None
     confidence: tuple[float, ...] | None = None
 
+    def cut(self, length: int) -> Draft:
+        """The first ``length`` tokens, and what is said of each; nearly always that is all of it."""
+        if length == len(self.tokens):
+            return self
+        probs = None if self.probs is None else self.probs[:length]
+        return Draft(self.tokens[:length], probs, confidence=None if self.confidence is None else self.confidence[:length])
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -80,6 +80,29 @@ def block(draft: Draft, row: RowDistribution, chance: Chance, position: int) -> 
     return Verdict((*draft.tokens[:kept], chance.draw(residual, position + kept, STREAM_RESIDUAL)), kept)
 
 
+def judge(rule: Rule, draft: Draft, row: RowDistribution, chance: Chance, position: int) -> tuple[Verdict, str]:
+    """A rule's verdict; where a row that it needs has no distribution, what stands before that row, and why it has none.
+
+    Arguments after ``rule`` are the rule's.  Decoding plainly would come as far and break at the same row.
+    """
+    broken: list[int] = []
+
+    def watched(i: int) -> Distribution:
+        try:
+            return row(i)
+        except FloatingPointError:
+            broken.append(i)
+            raise
+
+    while True:
+        try:
+            return rule(draft, watched, chance, position), ""
+        except FloatingPointError as error:
+            if broken[-1] == len(draft.tokens):
+                return Verdict(draft.tokens, len(draft.tokens)), str(error)
+            draft = draft.cut(broken[-1])
+
+
 RULES: Mapping[str, Rule] = MappingProxyType({"coupled": coupled, "rejection": rejection, "block": block})
 
 

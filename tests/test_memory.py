@@ -207,7 +207,7 @@ def test_a_model_larger_than_memory_is_loaded(free: int, tmp_path: Path, monkeyp
     needed = 4 * sum(int(np.prod(shape)) for shape in case.architecture.weight_shapes().values())
     assert free < needed
     monkeypatch.setattr(capacity, "free_bytes", lambda device: free)
-    monkeypatch.setattr("foredraft.llm.ModelTarget", None)
+    monkeypatch.setattr("foredraft.draft_parts.ModelTarget", None)
     with pytest.raises(CapacityError, match=r"m needs \d+ MB for its weights .* only 0 MB of memory are free; choose a smaller"):
         LLM(str(tmp_path / "m"), device="cpu")
 

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from foredraft.cost import PassWork
 from foredraft.lanes import PLAIN_WAY, Race, Way, seeded
 from foredraft.rehearsal import Correction, PresetClock, RecordedTarget, Rehearsal
-from foredraft.types import PHASES, Rows, SamplingParams
+from foredraft.types import PHASES, FloatArray, Rows, SamplingParams
 from toy_llm import TIMES, toy_llm
 
 GREEDY = SamplingParams(temperature=0.0, seed=3, max_tokens=40)
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=40)
 PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 1, 2], [3, 3])
+
+
+def no_states(stream: Sequence[int], taps: tuple[int, ...]) -> FloatArray:
+    raise AssertionError("no drafter here reads states")
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -70,14 +75,14 @@ def test_prompts_that_are_read_in_chunks_or_are_the_same_are_mixed_up() -> None:
 
 def test_a_wrong_record_is_taken_for_the_answer() -> None:
     clock = PresetClock(lambda: 0.0)
-    target = RecordedTarget(8, 100, clock, lambda work, drafts: 0.5)
+    target = RecordedTarget(8, 100, clock, lambda work, drafts: 0.5, no_states)
     target.expect([[1, 2, 3]])
     with pytest.raises(AssertionError, match="not expected"):
         target.forward([Rows([1, 3], 0, 1, [0])])
 
 
 def test_logits_of_draft_rows_are_of_other_positions_or_stay_from_the_pass_before() -> None:
-    target = RecordedTarget(8, 100, PresetClock(lambda: 0.0), lambda work, drafts: 0.5)
+    target = RecordedTarget(8, 100, PresetClock(lambda: 0.0), lambda work, drafts: 0.5, no_states)
     target.expect([[1, 2, 3, 4, 5], [6, 7, 0]])
     first = target.forward([Rows([1, 2], 0, 1, [0]), Rows([6, 5, 5], 0, 3, [9])])
     assert [rows.argmax(-1).tolist() for rows in first.logits] == [[3], [7, 0, 0]]

@@ -175,6 +175,11 @@ class LLM:
         identity = Identity(cache_dir() / "passes", parts)
         return pass_times(target, self.kv, identity, max_rows=self.config.max_num_batched_tokens)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods that a request may name, sorted."""
+        return registry.usable(self._parts.sources, self._factories)
+
     def describe(self) -> list[str]:
         """Lines for a start message: model, place, memory, exactness, and whether speculation is on."""
         config, checkpoint = self.speculative_config, self.checkpoint

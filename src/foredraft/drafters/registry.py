@@ -63,6 +63,12 @@ def available(extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
     return tuple(sorted({NONE, AUTO, *_MODULES, *extra, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
 
 
+def usable(found: Sources, extra: Mapping[str, DrafterFactory] = {}) -> tuple[str, ...]:
+    """Methods that a request may name: those whose model is there; ``forced`` is asked by itself where a request has a grammar."""
+    with_model = {DRAFT_MODEL if found.draft_model else None, found.head_kind if found.head else None}
+    return tuple(name for name in available(extra) if name != "forced" and (name not in WITH_MODEL or name in with_model))
+
+
 def sources(config: SpeculativeConfig, target: shipped.Target | None = None) -> Sources:
     """What ``config`` names, and, for what it leaves open, what is shipped for ``target``.
 

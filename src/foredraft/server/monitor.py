@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.config import SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.llm import LLM
-from foredraft.types import ConfigError
 
 SLICE_SECONDS, NUM_SLICES, LATE_SLICES = 0.5, 120, 4
 
@@ -32,15 +30,6 @@ class _Slice:
     drafters: Counter[str] = field(default_factory=Counter)
 
 
-def _is_usable(config: SpeculativeConfig, method: str) -> bool:
-    """Whether a request may choose a method: some need a model that the server was not started with."""
-    try:
-        registry.check(replace(config, method=method))
-    except ConfigError:
-        return False
-    return True
-
-
 class Monitor:
     """Follows the steps of one LLM.  ``clock``: seconds since the epoch.  All methods are called in the engine's thread."""
 
@@ -48,7 +37,7 @@ class Monitor:
         self._model = model
         self._clock = clock
         self._slices: deque[_Slice] = deque(maxlen=NUM_SLICES)
-        self._methods = [name for name in registry.available() if _is_usable(llm.speculative_config, name)]
+        self._methods = list(llm.methods)
         self._counted: dict[str, int] = {}
         self._is_adaptive = llm.speculative_config.adaptive
         self._is_off = not registry.members(llm.speculative_config, {}) or not llm.speculative_config.num_speculative_tokens

@@ -189,7 +189,7 @@ def test_one_bad_prompt_leaves_the_others_queued(llm: LLM) -> None:
         ({"max_model_len": 9000}, "max_model_len must be at most 8192"),
         ({"kv_cache_memory": 1000}, "fewer than max_model_len"),
         ({"max_model_length": 10}, "did you mean 'max_model_len'"),
-        ({"speculative_config": {"method": "eagle3"}}, "not in this version yet"),
+        ({"speculative_config": {"method": "eagle3", "shipped": False}}, "must have a model"),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "takes no model"),
         ({"speculative_config": {"method": "ngram", "prompt_lookup_maximum": 3}}, "did you mean 'prompt_lookup_max'"),
         ({"device": "cudaa"}, "did you mean 'cuda'"),

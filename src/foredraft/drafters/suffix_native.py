@@ -85,7 +85,9 @@ def memory(config: SpeculativeConfig) -> DrafterBytes:
     """
     shared = config.suffix_decoding_max_bytes if config.suffix_decoding_max_cached_requests else 0
     path = Path(config.suffix_decoding_base or "")
-    table = path.stat().st_size + DECODED_BYTES if path.is_file() else 0
+    # The compiled form reads the table where it lies, and decodes nothing to keep.
+    decoded = DECODED_BYTES if extension() is None else 0
+    table = path.stat().st_size + decoded if path.is_file() else 0
     return DrafterBytes(fixed=shared + table, per_token=len(ANCHORS) * (BYTES_PER_DICT_ENTRY + 4))
 
 

@@ -12,8 +12,9 @@ Canonical names of a head's weights (d hidden size, S states of t values, D draf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from foredraft.architecture import Weight
 from foredraft.drafters.eagle_config import EAGLE, EAGLE3, HeadConfig, check_target, default_layer_ids, kind_of, read_config
 from foredraft.drafters.ngram_table import TargetIdentity
-from foredraft.loader.assemble import stack_rows
+from foredraft.loader.assemble import release_pages, stack_rows
 from foredraft.loader.folder import TensorFiles, open_tensors, read_json
 from foredraft.types import ConfigError, IntArray, ModelFileError
 
@@ -48,7 +49,7 @@ class HeadFile:
     """A head, opened: its weights are read when asked for.
 
     ``target_ids``: int64 [draft_vocab_size], the target's id of each draft token.  ``identity`` is the target that it was trained
-    for, where the folder says so.
+    for, where the folder says so.  ``release()`` gives back the memory of what was read.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class HeadFile:
     weights: Mapping[str, Weight]
     target_ids: IntArray
     identity: TargetIdentity | None
+    release: Callable[[], None] = lambda: None
 
 
 def head_kind(folder: Path) -> str | None:
@@ -95,7 +97,7 @@ def open_head(folder: Path) -> HeadFile:
     weights = reader.weights()
     reader.check_layer_ids()
     target_ids = _target_ids(folder, files, config)
-    return HeadFile(folder, config, weights, target_ids, _identity(folder))
+    return HeadFile(folder, config, weights, target_ids, _identity(folder), partial(release_pages, *files.files))
 
 
 def fitted(head: HeadFile, target: TargetIdentity, hidden_size: int, num_layers: int) -> HeadFile:

@@ -121,6 +121,7 @@ class NativeHeadWeights:
                 extension.pack_blocks(packed, FORMATS[kind], start, quantise_q4_1(rows), weight.shape[1])
             else:
                 extension.pack_floats(packed, FORMATS[kind], start, rows)
+        self._head.release()
         self.num_bytes += packed.nbytes
         return _Kept(extension.Matrix(packed, FORMATS[kind], *weight.shape), packed)
 

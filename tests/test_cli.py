@@ -443,7 +443,7 @@ def test_a_download_is_announced_once_where_there_is_no_terminal(capsys: pytest.
 def test_drafts_do_not_change_what_the_command_prints(run: Run, arguments: list[str]) -> None:
     results = []
     for method in ("none", "ngram"):
-        config = json.dumps({"method": method, "num_speculative_tokens": 4})
+        config = json.dumps({"method": method, "num_speculative_tokens": 4, "adaptive": False})
         options = ["--json", "--threads", "1", "--max-model-len", "256", "--speculative-config", config]
         code, out, _ = run(None, "generate", "smollm2-135m", *arguments, *options)
         assert code == 0

@@ -297,10 +297,7 @@ class Fit:
             **self.provenance,
             **settings,
             "num_texts": len(learned),
-            "steps": position.step,
-            "tokens_seen": position.tokens,
-            "training_seconds": position.seconds,
-            "held_out": dict(position.curve[-1]),
+            **position.outcome(),
         }
         path = save_draft(self.out, target, small, job.tensors(), provenance)
         curve = write_curve(self.out, f"Draft model for {self.identity.model}", position.curve, SHOWN)

@@ -324,10 +324,7 @@ class Fit:
             **self.provenance,
             **settings,
             "num_texts": len(train),
-            "steps": position.step,
-            "tokens_seen": position.tokens,
-            "training_seconds": position.seconds,
-            "held_out": dict(position.curve[-1]),
+            **position.outcome(),
         }
         write_head(self.out, job.network, self.architecture, self.taps, self.identity, provenance)
         files = write_curve(self.out, f"EAGLE-3 head for {self.identity.model}", position.curve, SHOWN)

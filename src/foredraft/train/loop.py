@@ -67,6 +67,15 @@ class Position:
     seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
 
+    def outcome(self) -> dict[str, Any]:
+        """What provenance says of a training that has ended; ``held_out`` are the last figures on texts held out."""
+        return {
+            "steps": self.step,
+            "tokens_seen": self.tokens,
+            "training_seconds": self.seconds,
+            "held_out": dict(self.curve[-1]),
+        }
+
 
 class Job(Protocol):
     """What is trained."""

@@ -5,6 +5,7 @@ Owns: which of them there are, and loading each when its drafter is made.  Does 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from foredraft.config import EngineConfig, SpeculativeConfig
@@ -53,7 +54,7 @@ class DraftParts:
         self._checkpoint, self._config = checkpoint, config
         self._rule = speculative.rejection_sample_method
         sizes = architecture.vocab_size, architecture.hidden_size, architecture.num_layers
-        self.sources = registry.sources(speculative, ShippedTarget(*sizes, self._identity))
+        self.sources = registry.sources(speculative, ShippedTarget(*sizes, lambda: self._identity))
         name = self.sources.draft_model
         self.draft_model = load_checkpoint(name, progress=progress) if name is not None else None
         self.head = self._find_head()
@@ -76,7 +77,9 @@ class DraftParts:
             load_head=lambda name, num_scratch: self._load_head(name, num_scratch, target, kv),
         )
 
+    @cached_property
     def _identity(self) -> TargetIdentity:
+        """Worked out at most once, and only where something may fit: it reads the whole vocabulary."""
         checkpoint = self._checkpoint
         return TargetIdentity.of(checkpoint.name, checkpoint.architecture.vocab_size, checkpoint.tokenizer.vocabulary())
 
@@ -85,7 +88,7 @@ class DraftParts:
             return None
         from foredraft.drafters.eagle_loader import find_head
 
-        return find_head(self.sources.head, self.sources.head_kind, self._identity(), self._checkpoint.architecture)
+        return find_head(self.sources.head, self.sources.head_kind, self._identity, self._checkpoint.architecture)
 
     def _load_head(self, name: str, num_scratch: int, target: ModelTarget, kv: KVCache) -> Head:
         """A head with a cache of its own for the blocks of ``kv``; all of them share its weights."""

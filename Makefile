@@ -37,7 +37,7 @@ lint: setup
 
 test: lint
 	@echo "== test: every test, with coverage"
-	$(BIN)/python -m pytest -q --durations=10 --cov --cov-report=term --cov-fail-under=90
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations=10 --cov --cov-report=term --cov-fail-under=90
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

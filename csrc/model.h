@@ -130,6 +130,7 @@ struct HeadPass {
 // Threads of a pass meet here; the last one to arrive lets the others go.
 struct Barrier {
   int count = 1;
+  int patience = 2000;  // turns before a waiting thread offers its processor to others
   int arrived = 0;
   int generation = 0;
 
@@ -141,15 +142,15 @@ struct Barrier {
       __atomic_store_n(&generation, now + 1, __ATOMIC_RELEASE);
       return;
     }
-    for (int spins = 0; __atomic_load_n(&generation, __ATOMIC_ACQUIRE) == now; ++spins) relax(spins);
+    for (int spins = 0; __atomic_load_n(&generation, __ATOMIC_ACQUIRE) == now; ++spins) relax(spins, patience);
   }
 
   // A partner that is not running needs the processor more than we do.
-  static void relax(int spins) {
+  static void relax(int spins, int patience) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    if (spins > 2000) sched_yield();
+    if (spins >= patience) sched_yield();
   }
 };
 

@@ -20,6 +20,7 @@ class Pool {
  public:
   explicit Pool(int num_threads) {
     barrier_.count = num_threads;
+    if (num_threads > num_processors()) barrier_.patience = 0;  // some partner is not running
     for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }
 
@@ -35,6 +36,15 @@ class Pool {
 
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
+
+  // Those that this process may use.
+  static int num_processors() {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+    return int(std::thread::hardware_concurrency());
+  }
 
   int size() const { return int(workers_.size()) + 1; }
 
@@ -54,7 +64,7 @@ class Pool {
     for (unsigned seen = 0;;) {
       const auto asleep_at = std::chrono::steady_clock::now() + std::chrono::microseconds(300);
       for (int spins = 0; job_.load(std::memory_order_acquire) == seen; ++spins) {
-        Barrier::relax(spins);
+        Barrier::relax(spins, barrier_.patience);
         if (spins % 64 == 63 && std::chrono::steady_clock::now() > asleep_at) {
           std::unique_lock<std::mutex> lock(mutex_);
           wake_.wait(lock, [&] { return job_.load(std::memory_order_acquire) != seen; });

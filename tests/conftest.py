@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,15 @@ from worlds import ModelWorld, ToyWorld, World
 # Derandomised, so that a green run is green again; no deadline, since timing never decides a test.
 settings.register_profile("foredraft", deadline=None, derandomize=True)
 settings.load_profile("foredraft")
+
+
+def pytest_configure() -> None:
+    # Test processes that run side by side get a processor each: threads of passes wait for each other by spinning.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and hasattr(os, "sched_setaffinity"):
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+        torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from foredraft import cli
 from foredraft.server import serve
-from foredraft.server.gate import Keys
+from foredraft.server.gate import EventStream, Keys
 from foredraft.server.problems import Problem
 from foredraft.server.serve import JsonLines, listen
 from foredraft.server.service import Admission
@@ -127,6 +128,34 @@ def test_a_client_that_leaves_a_stream_is_written_for_on(server: Running) -> Non
         wait_for(lambda: not admission.num_open)
     wait_for(server.is_idle)
     assert server.llm.engine.metrics.finished["abort"] == before + 4
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_client_that_leaves_as_a_write_ends_is_written_for_on(num_turns: int) -> None:
+    # The cancellation reaches the writer in every turn of the loop around the end of a write, that of its result included.
+    has_left, closed = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            has_left.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+
+    async def events() -> AsyncIterator[str]:
+        yield "{}"
+        await asyncio.Event().wait()
+
+    async def close() -> None:
+        closed.set()
+
+    log: dict[str, Any] = {}
+    stream = EventStream(events(), close, write_timeout=PATIENCE)
+    await asyncio.wait_for(stream({"state": {"log": log}}, receive, send), 10.0)
+    assert closed.is_set() and log["ended"] == "the client left"
 
 
 def test_a_client_that_leaves_before_its_answer_is_written_for_on(server: Running) -> None:

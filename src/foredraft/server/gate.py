@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import anyio
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -122,8 +123,9 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
-        except asyncio.TimeoutError:
+            with anyio.fail_after(max(0.0, deadline - time.monotonic())):
+                message = await receive()
+        except TimeoutError:
             raise Problem(408, f"the body did not come within {seconds:g} s; send it faster.", code="body_timeout") from None
         if message["type"] != "http.request":
             return None
@@ -199,7 +201,9 @@ class EventStream(Response):
 
     async def _write(self, scope: Scope, send: Send) -> bool:
         async def push(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._write_timeout)
+            # asyncio.wait_for, until Python 3.12, loses a cancellation that comes as the write ends: the stream would go on.
+            with anyio.fail_after(self._write_timeout):
+                await send(message)
 
         try:
             await push({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -207,6 +211,6 @@ class EventStream(Response):
                 await push({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
             await push({"type": "http.response.body", "body": b"", "more_body": False})
             return True
-        except asyncio.TimeoutError:
+        except TimeoutError:
             scope["state"]["log"]["ended"] = "the client took no data"
             return False

@@ -19,7 +19,7 @@ from foredraft import cli
 from foredraft.server import serve
 from foredraft.server.gate import EventStream, Keys
 from foredraft.server.problems import Problem
-from foredraft.server.serve import JsonLines, listen
+from foredraft.server.serve import JsonLines, Uncut, listen
 from foredraft.server.service import Admission
 from foredraft.server.settings import ServerConfig
 from foredraft.types import ConfigError
@@ -349,6 +349,14 @@ def test_the_program_cannot_be_started_killed_started_and_stopped(model: Path, t
     (line,) = [line for line in lines if line["event"] == "request"]
     assert (line["status"], line["completion_tokens"], line["path"]) == (200, 3, "/v1/chat/completions")
     assert "secret" not in log and "finishing 0 answers" in log
+
+
+def test_answers_that_a_second_signal_cuts_fill_the_log() -> None:
+    def record(error: BaseException | None) -> logging.LogRecord:
+        info = (type(error), error, None) if error is not None else None
+        return logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception in ASGI application", (), info)
+
+    assert [Uncut().filter(record(error)) for error in (None, ValueError(), asyncio.CancelledError())] == [True, True, False]
 
 
 def test_a_taken_port_is_found_out_late() -> None:

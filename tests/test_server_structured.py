@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
-from server_helpers import MODEL, SETTINGS, Running, ask, joined_chat, open_tiny, read_events, running, said, write_tiny_model
+from foredraft import grammar
+from server_helpers import (
+    MODEL,
+    PATIENCE,
+    SETTINGS,
+    Running,
+    ask,
+    joined_chat,
+    open_tiny,
+    read_events,
+    running,
+    said,
+    write_tiny_model,
+)
 
 SCHEMA = {
     "type": "object",
@@ -96,6 +111,29 @@ def test_a_form_that_cannot_be_had_is_taken_or_not_named(server: Running, option
     response = server.post("/v1/chat/completions", body_of(**options))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param, response.text
+
+
+def test_a_slow_grammar_holds_up_the_answers_of_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_at_once, may_end, begun = grammar._compile, threading.Event(), threading.Event()
+
+    def compile_slowly(*args: Any) -> Any:
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return compile_at_once(*args)
+
+    def answer(**options: Any) -> str:
+        reply = server.post("/v1/chat/completions", body_of(**options)).json()
+        return str(reply["choices"][0]["message"]["content"])
+
+    known = {"structured_outputs": {"regex": "[cd]{2}"}}
+    expected = answer(**known)
+    monkeypatch.setattr(grammar, "_compile", compile_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(answer, structured_outputs={"regex": "[ef]{4}"})
+        assert begun.wait(PATIENCE)
+        assert answer(**known) == expected and answer(max_tokens=3)
+        may_end.set()
+        assert re.fullmatch("[ef]{4}", slow.result())
 
 
 def test_a_function_is_called_wrongly(server: Running) -> None:

@@ -111,12 +111,14 @@ class Grammars:
 
     def _matcher(self, shape: StructuredOutputs, anew: bool = False) -> LLMatcher:
         with self._lock:
-            found = None if anew else self._compiled.get(shape)
-            if found is None:
-                found = self._compiled[shape] = _compile(shape, self._tokenizer, self._limits)
-                while len(self._compiled) > self._max_compiled:
-                    self._compiled.popitem(last=False)
+            tokenizer, found = self._tokenizer, None if anew else self._compiled.get(shape)
+        # Not under the lock: others, whose shape is compiled, need not wait.
+        found = found or _compile(shape, tokenizer, self._limits)
+        with self._lock:
+            self._compiled[shape] = found
             self._compiled.move_to_end(shape)
+            while len(self._compiled) > self._max_compiled:
+                self._compiled.popitem(last=False)
             return found.deep_copy()
 
     @cached_property

@@ -69,6 +69,7 @@ class LLM:
     """One target model, ready to answer.  Not safe for use from several threads; AsyncLLM is.
 
     ``memory`` is the plan that it was built by: bytes of every buffer, and requests that fit at once.
+    ``grammars`` compiles the shapes of answers, from any thread.
 
     Args:
         model: a Hugging Face folder, a .gguf file, a hub id, or an alias such as ``smollm2-135m``.
@@ -120,7 +121,7 @@ class LLM:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
-        self._grammars = Grammars(self._token_table())
+        self.grammars = Grammars(self._token_table())
         self._requests: dict[int, Request] = {}
         self._num_requests = 0
         self._num_seqs = 0
@@ -235,7 +236,7 @@ class LLM:
         config = self.speculative_config.override(params.speculative)
         self._check_request(token_ids, params)
         shape = params.structured_outputs
-        grammars = [None if shape is None else self._grammars.start(shape) for _ in range(params.n)]
+        grammars = [None if shape is None else self.grammars.start(shape) for _ in range(params.n)]
         drafters = self._ensure_drafters(config, has_grammar=shape is not None)
         if drafters and config.adaptive:
             self.calibrate()

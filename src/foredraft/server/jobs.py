@@ -70,11 +70,12 @@ class Job:
 class JobMaker:
     """Turns bodies into jobs.  ``draw_seed`` gives the seed of a request that has none.
 
-    It encodes prompts, which may take a while: call it in a thread of its own.
+    It encodes prompts and compiles grammars, which may take a while: call it in a thread of its own.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig, draw_seed: Callable[[], int]) -> None:
         self._tokenizer = llm.checkpoint.tokenizer
+        self._grammars = llm.grammars
         self._max_model_len = llm.max_model_len
         self._max_cached = llm.kv.num_blocks * llm.kv.block_size
         self._config = config
@@ -123,6 +124,8 @@ class JobMaker:
         seed = self._draw_seed() if body.seed is None else body.seed
         try:
             params = SamplingParams(**carried, max_tokens=max_tokens, seed=seed, logprobs=num_top)
+            if params.structured_outputs is not None:
+                self._grammars.start(params.structured_outputs)  # the engine finds it compiled, and no answer waits for it
         except RequestError as error:
             raise problem_of(error, PARAMETER_NAMES, name) from error
         options = body.stream_options

@@ -44,6 +44,14 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class Uncut(logging.Filter):
+    """Keeps out requests that were cut because the server was told to end at once."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is of anything else."""
+        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 class DrainingServer(uvicorn.Server):
     """Stops in two steps: a first signal refuses new requests and lets those that run end, a second one ends at once."""
 
@@ -83,7 +91,15 @@ def set_up_log() -> None:
             "version": 1,
             "disable_existing_loggers": False,
             "formatters": {"json": {"()": JsonLines}},
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
+            "filters": {"uncut": {"()": Uncut}},
+            "handlers": {
+                "stderr": {
+                    "class": "logging.StreamHandler",
+                    "formatter": "json",
+                    "filters": ["uncut"],
+                    "stream": "ext://sys.stderr",
+                }
+            },
             "loggers": {
                 "foredraft": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
                 "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},

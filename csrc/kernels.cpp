@@ -198,6 +198,11 @@ struct Rows {
   const int32_t* isums;
   int cols;
   Stream streams[2];  // of the first and the second tile
+
+  Rows after(int num_rows) const {
+    const size_t values = size_t(num_rows) * cols, blocks = values / kBlock;
+    return {x + values, quants + values, scales + blocks, sums + blocks, isums + blocks, cols, {streams[0], streams[1]}};
+  }
 };
 
 inline int32_t four(const int8_t* p) { int32_t v; memcpy(&v, p, 4); return v; }
@@ -285,57 +290,70 @@ void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, flo
 // Keeps the compiler from postponing a sum and spilling what it is made of.
 inline void settle(__m256i& sum) { __asm__ volatile("" : "+x"(sum)); }
 
-// Integer dot products of 8 outputs, of which `half` points at the first block of codes, with M rows.
+// Four columns of a row for each of 8 outputs.
+inline __m256i spread(const int8_t* p) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)p)); }
+
+// 8 outputs times 4 columns as bytes, and what an instruction that multiplies without sign has to know of them.
+struct Codes {
+  __m256i magnitudes, signs;
+};
+
+template <Format F>
+inline void add_product(__m256i& sum, const Codes& w, __m256i x) {
+#if defined(__AVXVNNI__)
+  sum = _mm256_dpbusd_avx_epi32(sum, w.magnitudes, x);
+#else
+  if (F == Q8_0) {
+    const __m256i pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(x, w.signs));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  } else {
+    // 16 products of at most 15 * 127 fit into 16 bits: a block needs widening only once.
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w.magnitudes, x));
+  }
+#endif
+  settle(sum);
+}
+
+// Integer dot products of the 16 outputs of a block with M rows; both halves of 8 share each spread input.
 template <int M, Format F>
-inline void half_dots(const uint8_t* half, const int8_t* x, int cols, __m256i* dots) {
-  const __m256i low = _mm256_set1_epi8(15);
-#if !defined(__AVXVNNI__)
-  const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
-#endif
-  // Broadcasts are loaded anew for each half: kept from one to the other they would be spilled.
-  __asm__ volatile("" : : : "memory");
+inline void block_dots(const uint8_t* tile, const int8_t* x, int cols, __m256i (*dots)[M]) {
+  constexpr int kParts = F == Q8_0 ? 1 : 2;  // groups of 4 columns whose codes lie together
+  const __m256i low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
+  for (int m = 0; m < M; ++m) dots[0][m] = dots[1][m] = _mm256_setzero_si256();
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) dots[m] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-  for (int i = 0; i < (F == Q8_0 ? 8 : 4); ++i) {
-    const __m256i codes = _mm256_loadu_si256((const __m256i*)(half + 64 * i));
-    if (F == Q8_0) {
+  for (int i = 0; i < 8 / kParts; ++i) {
+    Codes w[2][kParts];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m256i codes = _mm256_loadu_si256((const __m256i*)(tile + 64 * i + 32 * half));
+      if constexpr (F == Q8_0) {
 #if defined(__AVXVNNI__)
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) dots[m] = _mm256_dpbusd_avx_epi32(dots[m], codes, _mm256_set1_epi32(four(x + size_t(m) * cols + 4 * i)));
+        w[half][0] = {codes, codes};
 #else
-      const __m256i w = _mm256_xor_si256(codes, flip), size = _mm256_abs_epi8(w);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(four(x + size_t(m) * cols + 4 * i)), w);
-        dots[m] = _mm256_add_epi32(dots[m], _mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones));
-        settle(dots[m]);
+        const __m256i values = _mm256_xor_si256(codes, flip);
+        w[half][0] = {_mm256_abs_epi8(values), values};
+#endif
+      } else {
+        w[half][0].magnitudes = _mm256_and_si256(codes, low);
+        w[half][1].magnitudes = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
       }
-#endif
-      continue;
     }
-    const __m256i w0 = _mm256_and_si256(codes, low), w1 = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const int8_t* xm = x + size_t(m) * cols + 8 * i;
-      const __m256i x0 = _mm256_set1_epi32(four(xm)), x1 = _mm256_set1_epi32(four(xm + 4));
-#if defined(__AVXVNNI__)
-      dots[m] = _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dots[m], w0, x0), w1, x1);
-#else
-      // 16 products of at most 15 * 127 fit into 16 bits: a block needs widening only once.
-      dots[m] = _mm256_add_epi16(dots[m], _mm256_add_epi16(_mm256_maddubs_epi16(w0, x0), _mm256_maddubs_epi16(w1, x1)));
-#endif
-      settle(dots[m]);
-    }
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) {
+        const __m256i xm = spread(x + size_t(m) * cols + 4 * (kParts * i + part));
+        add_product<F>(dots[0][m], w[0][part], xm);
+        add_product<F>(dots[1][m], w[1][part], xm);
+      }
   }
 #if !defined(__AVXVNNI__)
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
-    if (F != Q8_0) dots[m] = _mm256_madd_epi16(dots[m], ones);
+    for (int half = 0; half < 2 && F != Q8_0; ++half) dots[half][m] = _mm256_madd_epi16(dots[half][m], _mm256_set1_epi16(1));
 #endif
 }
 
-// The 8 outputs of each half in turn: with all 16 at once the sums of several rows would not fit into the registers.
 template <int M, Format F>
 void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, float* out) {
   constexpr int kCodes = F == Q8_0 ? 512 : 256;
@@ -345,20 +363,21 @@ void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, flo
   for (int b = 0; b < blocks; ++b) {
     stream.fetch<block_bytes(F)>(tile);
     const uint16_t* scales = (const uint16_t*)(tile + kCodes);
+    __m256i dots[2][M];
+    block_dots<M, F>(tile, rows.quants + b * kBlock, rows.cols, dots);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      __m256i dots[M];
-      half_dots<M, F>(tile + 32 * half, rows.quants + b * kBlock, rows.cols, dots);
       const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(scales + 8 * half)));
       const __m256 minimum = F == Q4_1 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(scales + kTile + 8 * half)))
                                        : _mm256_mul_ps(scale, _mm256_set1_ps(-8.0f));
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const size_t at = size_t(m) * blocks + b;
+        __m256i dot = dots[half][m];
 #if defined(__AVXVNNI__)
-        if (F == Q8_0) dots[m] = _mm256_sub_epi32(dots[m], _mm256_set1_epi32(128 * rows.isums[at]));
+        if (F == Q8_0) dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(128 * rows.isums[at]));
 #endif
-        const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[m]), _mm256_mul_ps(scale, _mm256_set1_ps(rows.scales[at])), acc[half][m]);
+        const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, _mm256_set1_ps(rows.scales[at])), acc[half][m]);
         acc[half][m] = F == Q8_0 ? sum : _mm256_fmadd_ps(minimum, _mm256_set1_ps(rows.sums[at]), sum);
       }
     }
@@ -406,12 +425,23 @@ void quant_tile(const uint8_t* tile, const Rows& rows, const Stream& stream, flo
 #endif
 
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 8, kMaxPairRows = 8;
+constexpr int kMaxRows = 8, kMaxPairRows = 8, kMaxDotRows = 8;
 #elif defined(__AVX2__)
-constexpr int kMaxRows = 6, kMaxPairRows = 3;
+constexpr int kMaxRows = 6, kMaxPairRows = 3, kMaxDotRows = 5;
 #else
-constexpr int kMaxRows = 4, kMaxPairRows = 4;
+constexpr int kMaxRows = 4, kMaxPairRows = 4, kMaxDotRows = 4;
 #endif
+
+// Of more than kMaxDotRows rows the integer sums would not fit into the registers.
+template <int M, Format F>
+void dot_rows(const uint8_t* tile, const Rows& rows, const Stream& stream, float* out) {
+  if constexpr (M <= kMaxDotRows) {
+    quant_tile<M, F>(tile, rows, stream, out);
+  } else {
+    quant_tile<M / 2, F>(tile, rows, stream, out);
+    quant_tile<M - M / 2, F>(tile, rows.after(M / 2), stream, out + M / 2 * kTile);
+  }
+}
 
 template <int M>
 void tile_rows(Format format, const uint8_t* tile, const Rows& rows, int stream, float* out) {
@@ -419,9 +449,9 @@ void tile_rows(Format format, const uint8_t* tile, const Rows& rows, int stream,
     case F32: return float_tiles<M, 1, F32>(tile, tile, rows, out);
     case F16: return float_tiles<M, 1, F16>(tile, tile, rows, out);
     case BF16: return float_tiles<M, 1, BF16>(tile, tile, rows, out);
-    case Q8_0: return quant_tile<M, Q8_0>(tile, rows, rows.streams[stream], out);
-    case Q4_0: return quant_tile<M, Q4_0>(tile, rows, rows.streams[stream], out);
-    case Q4_1: return quant_tile<M, Q4_1>(tile, rows, rows.streams[stream], out);
+    case Q8_0: return dot_rows<M, Q8_0>(tile, rows, rows.streams[stream], out);
+    case Q4_0: return dot_rows<M, Q4_0>(tile, rows, rows.streams[stream], out);
+    case Q4_1: return dot_rows<M, Q4_1>(tile, rows, rows.streams[stream], out);
   }
 }
 
@@ -847,8 +877,12 @@ struct Worker {
     }
   }
 
-  // Heads of queries, then of keys, then of values.
-  Share own_heads() const { return share(model.heads + 2 * model.kv_heads, thread, num_threads); }
+  // Heads of queries, then of keys, then of values.  Placing the latter is more work: of an odd number the first thread has more.
+  Share own_heads() const {
+    const int num_heads = model.heads + 2 * model.kv_heads;
+    const Share from_end = share(num_heads, num_threads - 1 - thread, num_threads);
+    return {num_heads - from_end.end, num_heads - from_end.begin};
+  }
 
   const uint8_t* own_qkv(const Layer& layer) const { return layer.qkv.tile(own_heads().begin * (model.head_dim / kTile)); }
 

@@ -57,6 +57,15 @@ def every_cache_is_sound_after_the_test(monkeypatch: pytest.MonkeyPatch) -> Iter
             alive.check_integrity()
 
 
+@pytest.fixture(autouse=True)
+def torch_has_as_many_threads_as_before() -> Iterator[None]:
+    # A model that was opened with more threads than there are processors would slow down every test behind it.
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     # Tiny products gain nothing from threads and wait for each other on a busy machine.

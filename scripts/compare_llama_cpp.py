@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foredraft import LLM, SamplingParams, __version__
+from foredraft.bench import bytes_per_token
 from foredraft.bench_figures import quartiles
 from foredraft.bench_table import aligned
-from foredraft.machine import describe_machine
+from foredraft.machine import describe_machine, measure_read_bandwidth
 from foredraft.native import num_default_threads
 from foredraft.passes import Kind, PassTimer, batched, prompt, verifying
 
@@ -229,6 +230,8 @@ def format_comparison(result: Mapping[str, Any]) -> str:
             "",
             aligned(rows, num_left=2),
             "",
+            f"limit: {result['bandwidth']['buffer_bytes'] / 1e6:.0f} MB of weights are read in "
+            f"{result['floor_ms']['best']:.2f} ms at best, {result['floor_ms']['median']:.2f} ms in the median",
             f"batch of {BATCH_SIZE} through the engine: {result['engine_batch_8']['median']:.1f} tok/s in all",
             f"copying a text, ngram K = 4 over plain: {copy['speedup']['median']:.2f} times "
             f"({copy['ngram']['median']:.1f} and {copy['plain']['median']:.1f} tok/s), {same}",
@@ -267,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, values in samples.items():
                 total[name] += values
         print(f"round {index + 1} of {options.rounds}", file=sys.stderr)
+    num_bytes = bytes_per_token(llm.checkpoint.architecture, llm.target.weight_bytes)
+    bandwidth = measure_read_bandwidth("cpu", num_bytes=num_bytes, threads=options.threads)
     quantization = llm.checkpoint.quantization
     result = {
         "version": __version__,
@@ -280,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "precision": llm.target.precision,
             "exactness": llm.target.exactness,
         },
+        "bandwidth": bandwidth,
+        "floor_ms": {name: 1e3 * num_bytes / bandwidth[name] for name in ("best", "median")},
         "measures": compare(own, peer, quantization),
         "engine_batch_8": quartiles(own["engine_batch_8"]),
         "copy": {

@@ -4,7 +4,8 @@ Usage: ``python scripts/load_test.py [MODEL] [--clients N] [--seconds S] [--seed
 after it has worked out all answers by plain decoding alone.
 
 Reports the time to the first token and per output token (of readers who do not dawdle) and memory over time.  Fails if an answer is
-lost or is another, if a block of the KV cache is not given back, or if memory grew by more than 5 %.
+lost or is another, if a block of the KV cache is not given back, or if memory grew by more than 5 %.  In the end a server is killed
+outright and started anew; fails if it takes more than 10 s to serve again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ QUESTIONS = (
 )
 # How a client behaves, and how often.
 BEHAVIOURS: Mapping[str, float] = {"read": 0.6, "slow": 0.15, "cancel": 0.15, "vanish": 0.1}
-MEMORY_SECONDS, MAX_GROWTH = 2.0, 0.05
+MEMORY_SECONDS, MAX_GROWTH, MAX_RESTART_SECONDS = 2.0, 0.05, 10.0
 PERCENTILES = (50, 95, 99)
 Body = dict[str, Any]
 
@@ -240,6 +241,22 @@ def start_server(arguments: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
     raise SystemExit(f"the server ended with {process.wait()} before it served")
 
 
+def seconds_to_restart(arguments: Sequence[str]) -> float:
+    """How long it takes from killing a server outright until the next one serves."""
+    process, _ = start_server(arguments)
+    start = time.perf_counter()
+    seconds = 0.0
+    for is_last in (False, True):
+        process.kill()
+        process.wait(60)
+        assert process.stderr is not None
+        process.stderr.close()
+        if not is_last:
+            process, _ = start_server(arguments)
+            seconds = time.perf_counter() - start
+    return seconds
+
+
 async def press_and_watch(url: str, pid: int, cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
     """The whole run against a server that runs."""
     watching = asyncio.ensure_future(watch_memory(pid))
@@ -267,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The shared statistics fill up to their limit; a small one is reached while the clients warm up.
     drafts = json.dumps({"method": "auto", "suffix_decoding_max_bytes": 8_000_000})
     limits = ["--max-model-len", "1024", "--kv-cache-memory", "128MB", "--max-queue", "64", "--speculative-config", drafts]
-    process, url = start_server([options.model, *limits])
+    served = [options.model, *limits]
+    process, url = start_server(served)
     assert process.stderr is not None
     # The log has to be read, or the pipe fills up and the server waits.
     drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
@@ -285,12 +303,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "clients": options.clients,
         "different_requests": options.requests,
         "exit_code": code,
+        "restart_seconds": round(seconds_to_restart(served), 2),
         **found,
     }
     print(json.dumps({name: value for name, value in found.items() if name != "resident_mb"}, indent=2))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return int(bool(found["wrong"]) or code != 0 or (found["growth"] or 0.0) > MAX_GROWTH)
+    is_slow, has_grown = found["restart_seconds"] > MAX_RESTART_SECONDS, (found["growth"] or 0.0) > MAX_GROWTH
+    return int(bool(found["wrong"]) or code != 0 or is_slow or has_grown)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from foredraft import _native
 from foredraft.types import Clock
 
 MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**28, 2**30
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, cores that this process may use, memory, GPU, versions, torch's threads, and ``load``.
+    """CPU model, instructions of its kernels, cores that this process may use, memory, GPU, versions, torch's threads, day, ``load``.
 
     ``load`` is the number of programs that wanted a core over the last minute; other work on the machine spoils timings.
     """
@@ -32,12 +33,14 @@ def describe_machine() -> dict[str, Any]:
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "cpu": cpu,
+        "instructions": _native.instruction_sets()[0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d"),
         "load": os.getloadavg()[0],
     }
 

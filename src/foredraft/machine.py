@@ -21,7 +21,7 @@ MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**28, 2**30
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, instructions of its kernels, cores that this process may use, memory, GPU, versions, torch's threads, day, ``load``.
+    """CPU model, its kernels' instructions, cores that this process may use, memory, GPU, versions, torch's threads, day, ``load``.
 
     ``load`` is the number of programs that wanted a core over the last minute; other work on the machine spoils timings.
     """

@@ -111,3 +111,4 @@ class ScriptLLM(LLM):
         self._requests = {}
         self._num_requests = self._num_seqs = 0
         self._draw_seed = lambda bits: 7
+        self.grammars = SimpleNamespace()  # type: ignore[assignment]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.planner import allot, best_depth, best_fixed, net_tokens, share_of, survival, tokens_per_pass
+from foredraft.planner import allot, best_depth, best_fixed, paying, row_prices, share_of, survival, tokens_per_pass
 
 falling = st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda values: survival(values))
 
@@ -55,20 +55,32 @@ def test_a_free_row_is_left_or_a_dear_one_taken() -> None:
 
 
 def test_what_a_draft_brings_ignores_the_price_of_its_rows() -> None:
-    assert net_tokens([0.8, 0.5, 0.1], 0.2) == pytest.approx(0.9)
-    assert net_tokens([0.8, 0.5, 0.1], 0.2, worth=0.5) == pytest.approx(0.25)
-    assert net_tokens([0.1, 0.5], 0.2) == 0.0
-    assert share_of([0.8, 0.5, 0.1], 1, 0.2) == pytest.approx(0.6 / 0.9)
-    assert share_of([0.1], 1, 0.2) == 1.0
+    flat = [0.2] * 3
+    assert paying([0.8, 0.5, 0.1], flat) == (2, pytest.approx(0.9))
+    assert paying([0.8, 0.5, 0.1], flat, worth=0.5) == (2, pytest.approx(0.25))
+    assert paying([0.1, 0.1], flat) == (0, 0.0)
+    assert paying([0.4, 0.35, 0.3], [0.05, 0.1, 0.9]) == (2, pytest.approx(0.6))  # the first rows are cheap, the third is not
+    assert paying([0.5, 0.4], [0.6, 0.0]) == (2, pytest.approx(0.3))  # dear, then free
+    assert share_of([0.8, 0.5, 0.1], 1, flat) == pytest.approx(0.6 / 0.9)
+    assert share_of([0.1], 1, flat) == 1.0
+
+
+def test_cheap_first_rows_are_priced_like_dear_later_ones() -> None:
+    assert row_prices([1.0, 1.1, 1.4, 2.4], 1, 2.0) == pytest.approx([0.2, 0.6, 2.0])
+    assert row_prices([1.0, 1.1, 1.4, 2.4, 3.4], 2, 2.0) == pytest.approx([0.4, 2.0])
+    assert row_prices([1.0], 3, 2.0) == []
+    # A first row that is dear is shared with those that come nearly for nothing behind it.
+    assert row_prices([1.0, 1.4, 1.4, 1.7], 1, 1.0) == pytest.approx([0.2, 0.2, 0.3])
+    assert row_prices([1.0, 1.1, 1.7, 1.8, 1.8], 1, 1.0) == pytest.approx([0.1, 0.7 / 3, 0.7 / 3, 0.7 / 3])
 
 
 def test_drafting_deeper_than_pays() -> None:
     reached = survival([0.8] * 8)
-    assert best_depth(reached, lambda depth: 0.0, 0.0, 1.0) == 8
-    assert best_depth(reached, lambda depth: 0.3 * depth, 0.1, 1.0) == 4
-    assert best_depth(reached, lambda depth: 1.0 * depth, 0.0, 1.0) == 0
+    assert best_depth(reached, lambda depth: 0.0, [0.0] * 8, 1.0) == 8
+    assert best_depth(reached, lambda depth: 0.3 * depth, [0.1] * 8, 1.0) == 4
+    assert best_depth(reached, lambda depth: 1.0 * depth, [0.0] * 8, 1.0) == 0
     # A call that costs much at once is worth it if it goes deep.
-    assert best_depth(reached, lambda depth: 2.0, 0.0, 1.0) == 8
+    assert best_depth(reached, lambda depth: 2.0, [0.0] * 8, 1.0) == 8
 
 
 def test_the_best_k_is_not_the_fastest() -> None:

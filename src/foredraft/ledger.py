@@ -120,8 +120,9 @@ class Ledger:
         cost = {name: price * (self._records[name].cost.per_sequence.mean + self.own_seconds.mean) for name in order}
         alone = {name: self._records[name].alone.mean - cost[name] for name in order}
         best = max(order, key=lambda name: alone[name])
-        # Those after the first are asked where nobody has a draft yet.
-        shares = ((1.0 - self._records[name].gains.rivalled.mean) * cost[name] for name in order[1:])
+        # Those after the first are asked where nobody has a draft yet, if that pays.
+        asked = [name for name in order[1:] if self._records[name].gains.fallback.mean > cost[name]]
+        shares = ((1.0 - self._records[name].gains.rivalled.mean) * cost[name] for name in asked)
         return best if alone[best] > self.together.mean - cost[order[0]] - sum(shares) else ""
 
     def expect(self, seq: Sequence, record: Record, track: Track) -> None:

@@ -56,31 +56,46 @@ def allot(survivals: Seq[Seq[float]], seconds: Seq[float], price: float, worth: 
     return counts
 
 
-def net_tokens(reached: Iterable[float], row_price: float, worth: float = 1.0) -> float:
-    """What a draft is expected to bring beyond its rows' price, taking as many rows as pay."""
-    total = 0.0
-    for alive in reached:
-        gain = worth * alive - row_price
-        if gain <= 0.0:
-            break
-        total += gain
-    return total
+def row_prices(seconds: Seq[float], num_seqs: int, price: float) -> list[float]:
+    """What a sequence's first, second, ... draft row costs, in tokens, when each of ``num_seqs`` takes as many.
+
+    ``seconds[k]`` is the pass with k draft rows in all.  The first rows are often nearly free and later ones are not: reading the
+    weights hides the arithmetic of a few.  Where it is the other way, all share what the first costs more: prices never fall.
+    """
+    runs: list[tuple[float, int]] = []  # (seconds of a row, rows in turn that cost as much)
+    for depth in range((len(seconds) - 1) // num_seqs):
+        step, count = (seconds[(depth + 1) * num_seqs] - seconds[depth * num_seqs]) / num_seqs, 1
+        while runs and runs[-1][0] > step:
+            before, rows = runs.pop()
+            step, count = (before * rows + step * count) / (rows + count), rows + count
+        runs.append((step, count))
+    return [price * step for step, count in runs for _ in range(count)]
 
 
-def best_depth(reached: Seq[float], draft_seconds: Callable[[int], float], row_price: float, price: float) -> int:
+def paying(reached: Iterable[float], prices: Iterable[float], worth: float = 1.0) -> tuple[int, float]:
+    """(tokens of a draft that pay, what they are expected to bring beyond their rows' ``prices``)."""
+    best, best_net, net = 0, 0.0, 0.0
+    for count, (alive, price) in enumerate(zip(reached, prices, strict=False), start=1):
+        net += worth * alive - price
+        if net > best_net:
+            best, best_net = count, net
+    return best, best_net
+
+
+def best_depth(reached: Seq[float], draft_seconds: Callable[[int], float], prices: Seq[float], price: float) -> int:
     """How deep to draft: the depth with the highest expected gain over the cost of drafting so deep; 0 when none pays."""
     best, best_net, gain = 0, 0.0, 0.0
-    for depth, alive in enumerate(reached, start=1):
-        gain += max(0.0, alive - row_price)
+    for depth, (alive, row) in enumerate(zip(reached, prices, strict=False), start=1):
+        gain += max(0.0, alive - row)
         net = gain - price * draft_seconds(depth)
         if net > best_net:
             best, best_net = depth, net
     return best
 
 
-def share_of(reached: Seq[float], depth: int, row_price: float) -> float:
+def share_of(reached: Seq[float], depth: int, prices: Seq[float]) -> float:
     """What the first ``depth`` tokens of a draft are expected to bring of what all of them would."""
-    gains = [max(0.0, alive - row_price) for alive in reached]
+    gains = [max(0.0, alive - row) for alive, row in zip(reached, prices, strict=False)]
     return sum(gains[:depth]) / sum(gains) if sum(gains) > 0.0 else 1.0
 
 

@@ -97,11 +97,11 @@ class Audit:
     ``drafts``: by drafter, those tokens that pay by its own estimate; "" is the first with any, as when all are asked in turn.
     """
 
-    __slots__ = ("_drafts", "_num_seen", "_open", "_right", "_row_price", "_worth")
+    __slots__ = ("_drafts", "_num_seen", "_open", "_prices", "_right", "_worth")
 
-    def __init__(self, drafts: Mapping[str, Seq[int]], row_price: float, worth: float) -> None:
+    def __init__(self, drafts: Mapping[str, Seq[int]], prices: Seq[float], worth: float) -> None:
         self._drafts = dict(drafts)
-        self._row_price, self._worth = row_price, worth
+        self._prices, self._worth = prices, worth
         self._right = dict.fromkeys(drafts, 0)
         self._open = {name for name, tokens in drafts.items() if tokens}
         self._num_seen = 0
@@ -120,4 +120,4 @@ class Audit:
 
     def net_tokens(self) -> dict[str, float]:
         """What each brought, or would have brought, beyond the price of its rows."""
-        return {name: self._worth * self._right[name] - self._row_price * len(tokens) for name, tokens in self._drafts.items()}
+        return {name: self._worth * self._right[name] - sum(self._prices[: len(tokens)]) for name, tokens in self._drafts.items()}

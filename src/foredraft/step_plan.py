@@ -18,7 +18,7 @@ from typing import Any
 from foredraft.acceptance import classes_of
 from foredraft.cost import PassWork
 from foredraft.ledger import MAX_CREDIT_SECONDS, Calls, Ledger
-from foredraft.planner import allot, best_depth, net_tokens, share_of, survival
+from foredraft.planner import allot, best_depth, paying, row_prices, share_of, survival
 from foredraft.records import Audit, Record, Track
 from foredraft.types import Draft, Sequence
 
@@ -30,7 +30,7 @@ TRY_TOKENS = 0.2
 # How deep to draft is worked out again after so many steps.
 STEPS_BETWEEN_DEPTHS = 32
 # Drafters learn from being asked, so at first, where drafts pay at all, none is judged by the little that it was asked.
-FIRST_AUDITS = 10
+FIRST_AUDITS, ENOUGH_AUDITS = 10, 40
 NO_DRAFT, NOBODY = Draft(), ("", 0)
 
 
@@ -87,7 +87,8 @@ class StepPlan:
         self._ledger = ledger
         self._num_rows_left = num_rows_left
         self._calls = Calls()
-        self._price, self._worth, self._row_price, self._share = 0.0, 1.0, 0.0, 1.0
+        self._price, self._worth, self._share = 0.0, 1.0, 1.0
+        self._row_prices: list[float] = []
 
     # -------------------------------------------------------------------------------------------- asking
 
@@ -104,7 +105,8 @@ class StepPlan:
             return
         self._price, self._worth = ledger.prices(len(self.seqs), ledger.plain_seconds(self.work, len(self.seqs)))
         here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
-        self._row_price = self._price * (ledger.cost.seconds(here, 4) - ledger.cost.seconds(here)) / 4
+        most = len(awake) * max(limits[i] for i in awake)
+        self._row_prices = row_prices(ledger.cost.curve(here, most), len(awake), self._price)
         slots = {i: self._slots[i] for i in awake}
         records = {name: ledger.record(name) for slot in slots.values() for name in slot.tracks}
         order = sorted(records, key=lambda name: records[name].cost.per_sequence.mean)
@@ -121,7 +123,8 @@ class StepPlan:
         if len(order) < 2:
             return
         ledger = self._ledger
-        only = ledger.better_alone(order, self._price)
+        # By guesses alone the cheapest would look best.
+        only = ledger.better_alone(order, self._price) if ledger.num_audits >= ENOUGH_AUDITS else ""
         may_audit = ledger.num_audits < FIRST_AUDITS or all(record.credit > 0.0 for record in records.values())
         for slot in slots.values():
             slot.only = only if only in slot.tracks else ""
@@ -176,8 +179,10 @@ class StepPlan:
         depth, self._share, age = record.depths.get((num_seqs, deepest), (0, 1.0, STEPS_BETWEEN_DEPTHS))
         if age >= STEPS_BETWEEN_DEPTHS:
             reached = survival(record.acceptance.by_position(deepest))
-            depth = max(1, best_depth(reached, lambda d: record.cost.seconds(num_seqs, d) / num_seqs, self._row_price, self._price))
-            self._share, age = share_of(reached, depth, self._row_price), 0
+            depth = max(
+                1, best_depth(reached, lambda d: record.cost.seconds(num_seqs, d) / num_seqs, self._row_prices, self._price)
+            )
+            self._share, age = share_of(reached, depth, self._row_prices), 0
         record.depths[num_seqs, deepest] = depth, self._share, age + 1
         return depth, record.cost.seconds(num_seqs, depth)
 
@@ -189,9 +194,10 @@ class StepPlan:
         self._calls.seconds += seconds
         if ask.drafter in self._calls.probed:
             record.credit -= seconds / len(ask.slots)
-        trust, least, row_price, worth = record.trust, 0.5 * self._row_price, self._row_price, self._worth
+        trust, prices, worth = record.trust, self._row_prices, self._worth
+        least = 0.5 * min(prices, default=0.0)
         for i, draft in zip(ask.slots, drafts, strict=True):
-            slot, reached, net = self._slots[i], list[float](), 0.0
+            slot, reached, num_paying, net = self._slots[i], list[float](), 0, 0.0
             track = slot.tracks[ask.drafter]
             if draft.tokens:
                 # A drawn draft must not be cut or preferred for what was drawn: that would bias the rules that weigh it.
@@ -199,7 +205,7 @@ class StepPlan:
                 track.tokens, track.classes, track.next = draft.tokens, classes_of(confidence, len(draft.tokens)), 0
                 self._ledger.expect(slot.seq, record, track)
                 reached = record.acceptance.reach(track.classes, track.shift, trust, least)
-                net = net_tokens(reached, row_price, worth)
+                num_paying, net = paying(reached, prices, worth)
             if not slot.seq.adaptive:
                 if not slot.drafter or sum(reached) > sum(slot.reached):
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
@@ -207,7 +213,7 @@ class StepPlan:
             self._count_gain(slot, track, record, net / self._share)
             slot.was_asked = True
             if slot.audited is not None:
-                slot.audited[ask.drafter] = draft.tokens[: sum(worth * alive > row_price for alive in reached)]
+                slot.audited[ask.drafter] = draft.tokens[:num_paying]
             if (net > slot.net or not slot.drafter) and slot.only in ("", ask.drafter):
                 slot.drafter, slot.draft, slot.reached, slot.net = ask.drafter, draft, reached, net
 
@@ -276,6 +282,6 @@ class StepPlan:
                 record.accepted.add(max(0.0, len(emitted[i]) - 1.0))
             if slot.audited is not None:
                 first = next((tokens for tokens in slot.audited.values() if tokens), ())
-                ledger.audits[slot.seq.seq_id] = Audit({**slot.audited, "": first}, self._row_price, self._worth)
+                ledger.audits[slot.seq.seq_id] = Audit({**slot.audited, "": first}, self._row_prices, self._worth)
         ledger.compare(self.seqs, emitted)
         return ledger.account(self.work, len(self.seqs), sum(counts), self._calls, sum(map(len, emitted)), milliseconds)

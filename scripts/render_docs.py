@@ -32,6 +32,8 @@ PLAN = Path("docs/data/plan_smollm2-135m_cpu.json")
 EXPERIMENTS = Path("docs/data/experiments_smollm2-135m_cpu.json")
 ACCEPTANCE = Path("docs/data/acceptance_smollm2-135m.json")
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
+LOAD = Path("docs/data/load_smollm2-135m_cpu.json")
+SERVERS = Path("docs/data/compare_servers_q4_1.json")
 HELP_WIDTH = 100
 SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
 
@@ -103,6 +105,8 @@ def all_sections(root: Path) -> Sections:
         "passes-machine": lambda: passes_machine(passes),
         "comparison-table": lambda: comparison_table(comparisons),
         "comparison-machine": lambda: comparison_machine(comparisons),
+        "load": lambda: load_text(json.loads((root / LOAD).read_text(encoding="utf-8"))),
+        "servers": lambda: servers_text(json.loads((root / SERVERS).read_text(encoding="utf-8"))),
         "plan-machine": lambda: plan_text(json.loads((root / PLAN).read_text(encoding="utf-8"))),
         "plan-numbers": lambda: plan_text(computed_plan(alpha=0.7, emit="vllm")),
         "plan-alphas": lambda: plan_text(computed_plan()),
@@ -120,6 +124,11 @@ def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ figures
+
+
+def place_of(machine: Mapping[str, Any], threads: int) -> str:
+    """Where something was measured, and when."""
+    return f"{machine['cores']} cores of an {machine['cpu']} ({machine['instructions']}), {threads} threads, {machine['date']}"
 
 
 def bench_table(bench: Mapping[str, Any]) -> str:
@@ -144,8 +153,8 @@ def bench_machine(bench: Mapping[str, Any]) -> str:
     num_runs, num_different = (sum(cell[name] for cell in drafted) for name in ("num_runs", "num_different"))
     sampling = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']}"
     return (
-        f"{model['name']} ({model['quantization']}, computed in {model['dtype']}) on {machine['cores']} cores of an "
-        f"{machine['cpu']} ({machine['memory_bytes'] / 1e9:.1f} GB, {machine['threads']} threads, torch {machine['torch']}), "
+        f"{model['name']} ({model['quantization']}, computed in {model['dtype']}) on "
+        f"{place_of(machine, machine['threads'])} ({machine['memory_bytes'] / 1e9:.1f} GB, torch {machine['torch']}), "
         f"{sampling}, K = {options['num_speculative_tokens']}: memory is read at {bench['bandwidth']['best'] / 1e9:.1f} GB/s at "
         f"best, so that {model['bytes_per_token'] / 1e6:.0f} MB of weights a token allow {ceiling['tokens_per_s']:.1f} plain "
         f"tokens/s, of which plain decoding reaches {ceiling['plain_percent']:.0f} %; {num_runs - num_different} of {num_runs} "
@@ -208,6 +217,37 @@ def acceptance_table(result: Mapping[str, Any]) -> str:
     return f"{table(rows, num_left=2)}\n\n{said}"
 
 
+def load_text(result: Mapping[str, Any]) -> str:
+    """What came of many clients at once: a table of waiting times, and a sentence."""
+    names = {"first_token_ms": "ms to the first token", "per_token_ms": "ms per further token"}
+    rows = [["", "p50", "p95", "p99"]]
+    rows += [[title, *(f"{result[name][p]:.1f}" for p in ("p50", "p95", "p99"))] for name, title in names.items()]
+    machine, outcomes = result["machine"], result["outcomes"]
+    where = place_of(machine, machine["threads"])
+    ended = ", ".join(f"{num:,} {name}" for name, num in sorted(outcomes.items(), key=lambda item: -item[1]) if name != "wrong")
+    return (
+        f"{table(rows)}\n\n{result['clients']} clients for {result['seconds']:.0f} s on {where}: "
+        f"{result['tokens_per_second']:.0f} tokens/s in all; requests by what their client did: {ended}. "
+        f"{outcomes.get('wrong', 0)} answers were lost or others; memory grew by {result['growth']:.1%}. "
+        f"Killed outright and started anew, the server serves after {result['restart_seconds']:.1f} s."
+    )
+
+
+def servers_text(result: Mapping[str, Any]) -> str:
+    """A row per number of clients: both servers' speeds and slowest answers; then the machine."""
+    rows = [["clients", "foredraft tok/s", "llama.cpp tok/s", "times as fast", "foredraft p95 s", "llama.cpp p95 s"]]
+    for one in result["results"]:
+        ours, theirs = one["foredraft"], one["llama.cpp"]
+        speeds = ours["tokens_per_second"], theirs["tokens_per_second"]
+        numbers = (f"{speeds[0]:.1f}", f"{speeds[1]:.1f}", f"{speeds[0] / speeds[1]:.2f}")
+        rows.append([str(one["clients"]), *numbers, *(f"{server['p95_seconds']:.2f}" for server in (ours, theirs))])
+    return (
+        f"{table(rows)}\n\n{result['model']} on {place_of(result['machine'], result['threads'])}; llama.cpp is "
+        f"{result['peer_version']}. Medians of {result['rounds']} rounds in turn, answers of {result['max_tokens']} tokens, "
+        f"greedy; p95 is the latency of a whole answer."
+    )
+
+
 def experiments_table(result: Mapping[str, Any]) -> str:
     """A row per claim with its verdict."""
     rows = [[f"`{one['name']}`", one["claim"], one["source"], one["verdict"]] for one in result["findings"]]
@@ -246,8 +286,8 @@ def passes_machine(result: Mapping[str, Any]) -> str:
     low, high = result["compute"]["rows"]
     slopes = " and ".join(f"{ms:.2f} ms at context {context}" for context, ms in result["compute"]["ms_per_row"].items())
     return (
-        f"{model['name']} ({model['quantization']}, exactness: {result['exactness']}) on {machine['cores']} cores of an "
-        f"{machine['cpu']}, {result['threads']} threads: {model['bytes_per_pass'] / 1e6:.0f} MB are read at "
+        f"{model['name']} ({model['quantization']}, exactness: {result['exactness']}) on "
+        f"{place_of(machine, result['threads'])}: {model['bytes_per_pass'] / 1e6:.0f} MB are read at "
         f"{bandwidth['best'] / 1e9:.1f} GB/s at best; from {low} to {high} rows each further row takes {slopes}; a prompt of "
         f"{result['prefill']['num_tokens']} tokens is read at {result['prefill']['tokens_per_s']:,.0f} tokens/s, and a batch of "
         f"{result['batch']['num_seqs']} makes {result['batch']['tokens_per_s']:,.0f} tokens/s in all."
@@ -273,10 +313,11 @@ def comparison_machine(results: Sequence[Mapping[str, Any]]) -> str:
     machine = first["machine"]
     gains = ", ".join(f"{result['copy']['speedup']['median']:.2f} ({result['model']['quantization']})" for result in results)
     same = "the same tokens" if all(result["copy"]["identical"] for result in results) else "not always the same tokens"
+    floors = ", ".join(f"{result['floor_ms']['best']:.2f} ms ({result['model']['quantization']})" for result in results)
     return (
-        f"Medians of {first['rounds']} rounds in turn on {machine['cores']} cores of an {machine['cpu']}, "
-        f"{first['threads']} threads; llama.cpp is {first['peer_version']}. Copying a text with ngram drafts is {gains} times "
-        f"as fast as foredraft's own plain decoding of it, with {same}."
+        f"Medians of {first['rounds']} rounds in turn on {place_of(machine, first['threads'])}; llama.cpp is "
+        f"{first['peer_version']}. The limit: weights are read once in {floors} at best. Copying a text with "
+        f"ngram drafts is {gains} times as fast as foredraft's own plain decoding of it, with {same}."
     )
 
 

@@ -154,7 +154,7 @@ def perplexity(llm: LLM, token_ids: list[int], window: int = 900) -> float:
 
 
 def test_computing_on_quantised_weights_costs_more_than_half_a_percent_of_perplexity() -> None:
-    """Against float32 arithmetic on the same weights, dequantised, by the torch reference; measured: +0.33 %."""
+    """Against float32 arithmetic on the same weights, dequantised, by the torch reference; measured: -0.01 % on these tokens."""
     text = "".join(
         (Path(__file__).parent.parent / name).read_text()
         for name in ("docs/how-it-works.md", "docs/drafters.md", "CONTRIBUTING.md")

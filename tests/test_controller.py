@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes, PassWork
+from foredraft.planner import room
 from foredraft.step_plan import most_drafts, share
-from foredraft.types import SamplingParams, Sequence
+from foredraft.types import Draft, SamplingParams, Sequence
 
 wishes_lists = st.lists(st.integers(0, 64), max_size=8)
 
@@ -74,3 +75,40 @@ def test_fixed_requests_get_more_rows_than_are_left() -> None:
         plan = Controller(PassTimes.unknown()).plan(seqs, limits, PassWork(4, 20), num_rows_left)
         asked = {slot: num for ask in plan.asks() for slot, num in zip(ask.slots, ask.num_tokens, strict=True)}
         assert asked == expected
+
+
+def test_all_ask_a_drafter_before_it_is_known_what_a_call_costs() -> None:
+    controller = Controller(PassTimes.unknown())
+    seqs = [make_sequence(4) for _ in range(8)]
+    for index, seq in enumerate(seqs):
+        seq.seq_id, seq.drafters, seq.adaptive = index, ("any",), True
+    num_asked = []
+    for _ in range(2):
+        plan = controller.plan(seqs, [4] * 8, PassWork(8, 40), 100)
+        for ask in plan.asks():
+            num_asked.append(len(ask.slots))
+            plan.hear(ask, [Draft((1, 1), confidence=(0.9, 0.9))] * len(ask.slots), 1e-6)
+    assert num_asked == [1, 8]
+
+
+def test_requests_that_ask_for_the_first_time_know_nothing_of_what_others_heard() -> None:
+    """A drafter that brought nothing in other requests is not tried in each of many new ones."""
+    controller = Controller(PassTimes.unknown())
+    seqs = [make_sequence(4) for _ in range(8)]
+    for index, seq in enumerate(seqs):
+        seq.seq_id, seq.drafters, seq.adaptive = index, ("any",), True
+    tracks = [controller.tracks(seq)["any"] for seq in seqs]
+    for seq in seqs[:1] * 30:
+        plan = controller.plan([seq], [4], PassWork(1, 5), 100)
+        for ask in plan.asks():
+            plan.hear(ask, [Draft()], 1e-3)
+    assert all(track.gains is controller.record("any").gains for track in tracks[1:])
+    assert tracks[0].gains is not controller.record("any").gains
+    assert tracks[1].gains.own.mean <= 0.25
+
+
+def test_row_prices_that_rise_leave_a_drafter_as_promising_as_before() -> None:
+    assert room([0.0]) == 1.0 and room([]) == 1.0
+    assert room([0.5]) == pytest.approx(0.25)
+    assert room([0.3], worth=0.8) == pytest.approx(0.25)
+    assert 0.0 < room([3.0]) < 0.01

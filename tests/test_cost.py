@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running, calibrate, interpolate, rising
+from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running, by_rows, calibrate, convex, interpolate, rising
 
 TIMES = PassTimes((1, 5, 17), (1.0, 1.2, 3.0), per_read=2e-4, per_score=1e-4)
 
@@ -84,6 +84,73 @@ def test_a_curve_differs_from_its_single_values() -> None:
     assert cost.curve(work, 20) == pytest.approx([TIMES.seconds(work, k) for k in range(21)])
 
 
+def row_seconds(base: list[float], num_seqs: int) -> list[float]:
+    """Of all rows behind those of ``num_seqs`` sequences without a context."""
+    cost = PassCost(PassTimes(tuple(range(num_seqs, num_seqs + len(base))), tuple(base)))
+    return cost.row_seconds(PassWork(num_seqs, 0), num_seqs, (len(base) - 1) // num_seqs)
+
+
+def test_cheap_first_rows_are_priced_like_dear_later_ones() -> None:
+    assert row_seconds([1.0, 1.1, 1.4, 2.4], 1) == pytest.approx([0.1, 0.3, 1.0])
+    assert row_seconds([1.0, 1.1, 1.4, 2.4, 3.4], 2) == pytest.approx([0.2, 1.0])
+    assert row_seconds([1.0], 3) == []
+    # A first row that is dear is shared with those that come nearly for nothing behind it.
+    assert row_seconds([1.0, 1.4, 1.4, 1.7], 1) == pytest.approx([0.2, 0.2, 0.3])
+    assert row_seconds([1.0, 1.1, 1.7, 1.8, 1.8], 1) == pytest.approx([0.1, 0.7 / 3, 0.7 / 3, 0.7 / 3])
+
+
+def test_a_row_is_priced_without_what_it_is_compared_with_or_as_before_the_machine_changed() -> None:
+    cost, work = PassCost(TIMES), PassWork(1, 600)
+    assert cost.row_seconds(work, 1, 4) == pytest.approx([0.05 + 1e-4 * 600] * 4)
+    for _ in range(200):
+        cost.observe(work, 4, 2.0 * TIMES.seconds(work, 4))
+    curve = cost.curve(work, 4)
+    assert cost.row_seconds(work, 1, 4) == pytest.approx([after - before for before, after in itertools.pairwise(curve)])
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12))
+def test_a_convex_sequence_is_bent_or_lies_above_what_was_measured(values: list[float]) -> None:
+    nodes = [i * i + 1 for i in range(len(values))]
+    found = convex(nodes, values)
+    assert all(low <= value + 1e-9 for low, value in zip(found, values, strict=True))
+    slopes = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(zip(nodes, found, strict=True))]
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(slopes))
+    assert (found[0], found[-1]) == pytest.approx((values[0], values[-1]))
+    assert convex(nodes, found) == pytest.approx(found)
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6), st.integers(0, 60))
+def test_all_rows_at_once_differ_from_each_alone(values: list[float], most: int) -> None:
+    nodes = [i * i + 1 for i in range(len(values))]
+    found = by_rows(nodes, values, most)
+    assert len(found) > most
+    assert found == pytest.approx([interpolate(nodes, values, x) for x in range(len(found))])
+
+
+def test_large_passes_look_cheap_since_smaller_ones_were_disturbed() -> None:
+    """Where 17 rows were measured too slow, those from 18 to 25 must not seem to be nearly free."""
+
+    class Disturbed(Machine):
+        def run(self, num_rows: int, context: int) -> None:
+            before = self.now
+            super().run(num_rows, context)
+            if num_rows == 17:
+                self.now += 0.5 * (self.now - before)
+
+    machine = Disturbed()
+    times = calibrate(machine.run, max_rows=512, max_context=2048, budget=1e4, clock=lambda: machine.now)
+    assert times.at(25) - times.at(17) == pytest.approx(0.8, rel=0.1)
+
+
+def test_what_was_never_seen_stays_cheap_when_all_that_is_seen_gets_dear() -> None:
+    """Sixteen requests that do not draft never show what larger passes take; a slower machine makes those slower too."""
+    times = PassTimes((1, 9, 13, 17, 25, 33), (1.0, 2.0, 3.0, 4.0, 6.0, 8.0))
+    cost = PassCost(times)
+    for _ in range(300):
+        cost.observe(PassWork(16, 0), 0, 1.5 * times.at(16))
+    assert cost.row_seconds(PassWork(16, 0), 16, 1)[0] == pytest.approx(1.5 * 0.25, rel=0.15)
+
+
 @pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
 def test_a_machine_that_changes_speed_is_not_followed(factor: float) -> None:
     cost, generator = PassCost(TIMES), random.Random(0)
@@ -126,6 +193,14 @@ def test_the_cost_of_a_draft_is_not_that_of_like_calls() -> None:
     assert cost.seconds(2, 4) < 1.5e-3, "one disturbed call"
     cost.observe(1, 1, 5e-4)
     assert cost.seconds(1, 1) == 5e-4
+
+
+def test_a_first_call_that_reads_the_prompt_makes_a_drafter_look_dear() -> None:
+    cost = DraftCost()
+    cost.observe(1, 8, 14e-3)
+    assert cost.seconds(1, 8) == 14e-3 and cost.deepest == 8
+    cost.observe(1, 1, 1e-3)
+    assert cost.seconds(1, 1) == 1e-3 and cost.per_sequence.mean == 1e-3 and cost.deepest == 1
 
 
 def test_a_running_mean_forgets_at_once_or_never() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.planner import allot, best_depth, best_fixed, paying, row_prices, share_of, survival, tokens_per_pass
+from foredraft.planner import allot, best_depth, best_fixed, paying, share_of, survival, tokens_per_pass
 
 falling = st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda values: survival(values))
 
@@ -63,15 +63,6 @@ def test_what_a_draft_brings_ignores_the_price_of_its_rows() -> None:
     assert paying([0.5, 0.4], [0.6, 0.0]) == (2, pytest.approx(0.3))  # dear, then free
     assert share_of([0.8, 0.5, 0.1], 1, flat) == pytest.approx(0.6 / 0.9)
     assert share_of([0.1], 1, flat) == 1.0
-
-
-def test_cheap_first_rows_are_priced_like_dear_later_ones() -> None:
-    assert row_prices([1.0, 1.1, 1.4, 2.4], 1, 2.0) == pytest.approx([0.2, 0.6, 2.0])
-    assert row_prices([1.0, 1.1, 1.4, 2.4, 3.4], 2, 2.0) == pytest.approx([0.4, 2.0])
-    assert row_prices([1.0], 3, 2.0) == []
-    # A first row that is dear is shared with those that come nearly for nothing behind it.
-    assert row_prices([1.0, 1.4, 1.4, 1.7], 1, 1.0) == pytest.approx([0.2, 0.2, 0.3])
-    assert row_prices([1.0, 1.1, 1.7, 1.8, 1.8], 1, 1.0) == pytest.approx([0.1, 0.7 / 3, 0.7 / 3, 0.7 / 3])
 
 
 def test_drafting_deeper_than_pays() -> None:

@@ -32,7 +32,7 @@ class Controller(Ledger):
             name: {
                 "draft_ms": 1e3 * record.cost.seconds(1, 4),
                 "acceptance_per_position": record.acceptance.by_position(4),
-                "net_tokens_per_draft": record.gains.own.mean,
+                "net_tokens_per_draft": self.room * record.gains.own.mean,
             }
             for name, record in self._records.items()
         }

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from foredraft.types import Clock
@@ -24,10 +24,12 @@ from foredraft.types import Clock
 # Nodes in the order of their use: a slow model's measurement ends early, and must then have what matters most.
 CALIBRATION_ROWS = (1, 5, 2, 9, 3, 17, 4, 33, 7, 65, 6, 13, 8, 25, 49)
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
-MAX_ROUNDS = 15
+MAX_ROUNDS, FEW_ROWS = 15, 9
 LEVEL_RATE, BEND_RATE, BEND_DECAY, MAX_SURPRISE = 0.04, 0.12, 0.0003, 0.7
 # Of a node's first pass; what was measured before is believed the less, the fewer passes have confirmed it.
 FIRST_BEND_RATE = 0.4
+# A node that was seen more counts as seen so often: it is not remembered longer.
+LEAST_SEEN, MOST_SEEN = 0.5, 4.0
 # Estimates are worked out again after passes have moved them by so much, in logarithms, and after so many passes anyway.
 MOVE_PER_UPDATE, PASSES_PER_UPDATE = 0.02, 64
 
@@ -92,6 +94,15 @@ def interpolate(nodes: Seq[int], values: Seq[float], x: int) -> float:
     return values[right - 1] + share * (values[right] - values[right - 1])
 
 
+def by_rows(nodes: Seq[int], values: Seq[float], most: int) -> list[float]:
+    """``interpolate`` at 0, 1, ... at least ``most``, all at once."""
+    found, step = [values[0]] * (nodes[0] + 1), 0.0
+    for low, high, left, right in zip(nodes, nodes[1:], values, values[1:], strict=False):
+        step = (right - left) / (high - low)
+        found += [left + step * k for k in range(1, high - low + 1)]
+    return found + [values[-1] + step * k for k in range(1, most - nodes[-1] + 1)]
+
+
 def calibrate(
     run_pass: Callable[[int, int], None],
     *,
@@ -119,6 +130,8 @@ def calibrate(
         for index, point in enumerate(points):
             if clock() - start > budget and (num_round > 0 or index >= 2):
                 return _fit(times, short, long, max_rows)
+            if sum(times[point]) > budget / len(points):  # the largest passes matter least, and one takes as long as ten others
+                continue
             before = clock()
             run_pass(*point)
             times[point].append(clock() - before)
@@ -137,7 +150,11 @@ def _fit(times: Mapping[tuple[int, int], list[float]], short: int, long: int, ma
         per_score = max(0.0, further) / ((many - 1) * (long - short))
     nodes = sorted({rows for rows, context in seconds if context == short})
     base = [seconds[rows, short] - short * (per_read + per_score * (rows - 1)) for rows in nodes]
-    return PassTimes(tuple(nodes), rising([max(value, 1e-9) for value in base]), per_read, per_score)
+    risen = rising([max(value, 1e-9) for value in base])
+    # Few measure the large ones, and beyond reading the weights all is arithmetic, of which no row does less than one before it.
+    hull = convex(nodes, risen)
+    base = [value if rows <= FEW_ROWS else least for rows, value, least in zip(nodes, risen, hull, strict=True)]
+    return PassTimes(tuple(nodes), rising(base), per_read, per_score)
 
 
 def rising(values: Seq[float]) -> tuple[float, ...]:
@@ -152,12 +169,27 @@ def rising(values: Seq[float]) -> tuple[float, ...]:
     return tuple(mean for mean, size in pools for _ in range(size))
 
 
+def convex(nodes: Seq[int], values: Seq[float]) -> list[float]:
+    """At each node, the highest convex function that is nowhere above (nodes, values): of neighbouring slopes none falls."""
+    corners: list[int] = []
+
+    def slope(a: int, b: int) -> float:
+        return (values[b] - values[a]) / (nodes[b] - nodes[a])
+
+    for index in range(len(nodes)):
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], index):
+            corners.pop()
+        corners.append(index)
+    return [interpolate([nodes[i] for i in corners], [values[i] for i in corners], node) for node in nodes]
+
+
 class PassCost:
     """PassTimes that follow the passes that really ran.
 
     A node's time is the first one, times e to the ``level`` of all and to the node's own ``bend``.  A pass that takes longer than
     expected moves both, the bend more: were it the machine that got slower, passes at other nodes will say so soon, while a
-    wrong shape would never show if the level followed every change.  A bend that is not confirmed slowly goes back.
+    wrong shape would never show if the level followed every change.  A bend that is not confirmed slowly goes back.  Nodes that
+    no pass has come near of late bend as those around them: what made some passes slower makes larger ones slower too.
     """
 
     def __init__(self, times: PassTimes) -> None:
@@ -166,15 +198,16 @@ class PassCost:
         self._level, self._scale = 0.0, 1.0
         self._bends = [0.0] * len(times.rows)
         self._seen = [0.0] * len(times.rows)
+        self._shape = [0.0] * len(times.rows)
         self._by_rows: list[float] = []
+        self._added: dict[tuple[int, int, int], tuple[float, ...]] = {}
         self._moved, self._num_observed = 0.0, 0
 
     @property
     def times(self) -> PassTimes:
         """The present estimate."""
         scale = math.exp(self._level)
-        base = rising([value * math.exp(self._level + bend) for value, bend in zip(self._base, self._bends, strict=True)])
-        return PassTimes(self._rows, base, scale * self._per_read, scale * self._per_score)
+        return PassTimes(self._rows, rising(self._values()), scale * self._per_read, scale * self._per_score)
 
     def seconds(self, work: PassWork, num_drafts: int = 0) -> float:
         """See PassTimes.seconds."""
@@ -186,17 +219,31 @@ class PassCost:
         slope = self._context(work, 1) - fixed
         return [seconds + (fixed + slope * k) for k, seconds in enumerate(self._dense(start + most)[start : start + most + 1])]
 
+    def row_seconds(self, work: PassWork, num_seqs: int, most: int) -> list[float]:
+        """What the first, second, ... draft row of each of ``num_seqs`` sequences adds to a pass, in seconds; never falling.
+
+        The first rows are often nearly free and later ones are not: reading the weights hides the arithmetic of a few.  Where it
+        is the other way, all share what the first cost more.
+        """
+        start, key = work.num_rows, (work.num_rows, num_seqs, most)
+        added = self._added.get(key)
+        if added is None:
+            passes = self._dense(start + num_seqs * most)[start : start + num_seqs * most + 1 : num_seqs]
+            added = self._added[key] = rising([(after - before) / num_seqs for before, after in pairwise(passes)])
+        slope = self._scale * self._per_score * work.keys_read / max(1, start)
+        return [seconds + slope for seconds in added]
+
     def observe(self, work: PassWork, num_drafts: int, seconds: float) -> None:
         """Learn what a pass took; a single outlier moves little."""
         if seconds <= 0.0:
             return
-        num_rows, rows, bends = work.num_rows + num_drafts, self._rows, self._bends
+        num_rows, rows, shape = work.num_rows + num_drafts, self._rows, self._shape
         right = min(bisect_right(rows, num_rows), len(rows) - 1)
         left = max(0, right - 1)
         share = 1.0 if left == right else max(0.0, min(1.0, (num_rows - rows[left]) / (rows[right] - rows[left])))
         beyond = max(0.0, num_rows - rows[-1]) / (rows[right] - rows[left]) if left < right else 0.0
-        low = self._scale * self._base[left] * math.exp(bends[left])
-        high = self._scale * self._base[right] * math.exp(bends[right])
+        low = self._scale * self._base[left] * math.exp(shape[left])
+        high = self._scale * self._base[right] * math.exp(shape[right])
         expected = low + (share + beyond) * (high - low) + self._context(work, num_drafts)
         surprise = math.log(seconds / expected) if expected > 0.0 else 0.0
         surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
@@ -204,14 +251,17 @@ class PassCost:
         self._scale = math.exp(self._level)
         for node, part in ((left, 1.0 - share), (right, share)):
             rate = max(BEND_RATE, FIRST_BEND_RATE / (1.0 + self._seen[node])) * part
-            bends[node] += rate * surprise
-            self._seen[node] += part
+            self._bends[node] = shape[node] = shape[node] + rate * surprise
+            self._seen[node] = min(MOST_SEEN, self._seen[node] + part)
             self._moved += rate * surprise
         self._num_observed += 1
         if abs(self._moved) > MOVE_PER_UPDATE or self._num_observed >= PASSES_PER_UPDATE:
             decay = 1.0 - BEND_DECAY * self._num_observed
-            self._bends = [decay * bend for bend in bends]
+            self._bends = [decay * bend for bend in self._bends]
+            self._seen = [decay * seen for seen in self._seen]
+            self._shape = self._shaped()
             self._by_rows, self._moved, self._num_observed = [], 0.0, 0
+            self._added.clear()
 
     def _context(self, work: PassWork, num_drafts: int) -> float:
         """What the cached tokens add."""
@@ -221,10 +271,17 @@ class PassCost:
     def _dense(self, most: int) -> list[float]:
         """``base`` of 0, 1, ... at least ``most`` rows, never falling; kept until passes have shown enough that is new."""
         if len(self._by_rows) <= most:
-            values = [value * math.exp(self._level + bend) for value, bend in zip(self._base, self._bends, strict=True)]
-            base = (interpolate(self._rows, values, rows) for rows in range(max(most, self._rows[-1]) + 1))
-            self._by_rows = list(accumulate(base, max))
+            self._by_rows = list(accumulate(by_rows(self._rows, self._values(), most), max))
         return self._by_rows
+
+    def _shaped(self) -> list[float]:
+        """The bends; of nodes that were hardly seen, what is between those that were."""
+        known = [node for node, seen in enumerate(self._seen) if seen >= LEAST_SEEN]
+        bends = [self._bends[node] for node in known]
+        return [interpolate(known, bends, min(node, known[-1])) if known else 0.0 for node in range(len(self._bends))]
+
+    def _values(self) -> list[float]:
+        return [value * math.exp(self._level + bend) for value, bend in zip(self._base, self._shape, strict=True)]
 
 
 class Running:
@@ -245,17 +302,17 @@ class Running:
 
 
 class DraftCost:
-    """Seconds of one drafter's ``propose`` by depth and number of sequences, fitted to the calls that were made."""
+    """Seconds of one drafter's ``propose`` by depth and number of sequences, fitted to the calls that were made.
+
+    ``deepest``: of those calls; 0 before the first.
+    """
 
     def __init__(self) -> None:
         self.per_sequence = Running(0.1)
+        self.deepest = 0
+        self._num_calls = 0
         self._seconds: dict[tuple[int, int], Running] = {}
         self._nearest: dict[tuple[int, int], tuple[Running, float]] = {}
-
-    @property
-    def deepest(self) -> int:
-        """Of the calls that were made; 0 before the first."""
-        return max((depth for _, depth in self._seconds), default=0)
 
     def seconds(self, num_seqs: int, depth: int) -> float:
         """An estimate; before the first call 0, so that there is one."""
@@ -268,7 +325,15 @@ class DraftCost:
         return known[0].mean * known[1]
 
     def observe(self, num_seqs: int, depth: int, seconds: float) -> None:
-        """Learn what a call took.  One that is many times the usual counts as a few times as much: it was disturbed."""
+        """Learn what a call took.  One that is many times the usual counts as a few times as much: it was disturbed.
+
+        The first, which may read a whole prompt or wake threads, counts until there is a second.
+        """
+        self._num_calls += 1
+        self.deepest = max(self.deepest if self._num_calls > 2 else 0, depth)
+        if self._num_calls == 2:
+            self._seconds.clear()
+            self.per_sequence = Running(0.1)
         known = self._seconds.get((num_seqs, depth))
         if known is None:
             known = self._seconds[num_seqs, depth] = Running(0.1)

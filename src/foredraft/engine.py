@@ -371,6 +371,8 @@ def _select(hidden: FloatArray, taps: tuple[int, ...], layers: tuple[int, ...]) 
     """The columns of ``layers`` among those of all tapped layers."""
     if not layers:
         return None
+    if layers == taps:
+        return hidden
     columns = hidden.reshape(len(hidden), len(taps), hidden.shape[1] // len(taps))
     return columns[:, [taps.index(layer) for layer in layers]].reshape(len(hidden), len(layers) * columns.shape[2])
 

@@ -15,13 +15,15 @@ from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.records import AUDIT_RATE, AUDIT_WEIGHT, FIRST_GAIN, Audit, Record, Track
 from foredraft.types import Sequence
 
-PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.01, 3
+PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.008, 3
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
 STEPS_BETWEEN_PLAIN = 200
-# Time is valued a little higher than it is: what only breaks even is not worth its risk.
-MARGIN = 1.05
+# While nobody drafts, every so many steps are enough to follow the machine.
+STEPS_BETWEEN_IDLE = 4
+# Time is valued higher than it is: what only breaks even is not worth its risk, least of all where nothing has paid yet.
+MARGIN, LEAST_SPEEDUP = 1.05, 1.15
 SPEED_RATE = 0.02
 
 
@@ -59,6 +61,7 @@ class Ledger:
         self._per_step, self._per_token = Running(SPEED_RATE), Running(SPEED_RATE)
         self._emitted, self._plain_emitted = Running(SPEED_RATE, 1.0, 8.0), Running(SPEED_RATE, 1.0, 8.0)
         self._last = (0, 0)
+        self.room = 1.0
 
     @property
     def speedup(self) -> float:
@@ -91,7 +94,7 @@ class Ledger:
 
         ``plain_seconds``: this step without drafts.
         """
-        price = MARGIN * self.speedup * num_slots / plain_seconds
+        price = max(MARGIN * self.speedup, LEAST_SPEEDUP) * num_slots / plain_seconds
         return price, max(0.1, 1.0 - price * self._per_token.mean)
 
     def awake(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
@@ -115,13 +118,16 @@ class Ledger:
         else:
             self._resting.add(seq.seq_id)
 
-    def better_alone(self, order: list[str], price: float) -> str:
-        """The drafter that brings more when only it is asked than all do one after the other; "" for none."""
+    def better_alone(self, order: list[str], price: float, room: float) -> str:
+        """The drafter that brings more when only it is asked than all do one after the other; "" for none.
+
+        ``room``: see ``planner.room``.
+        """
         cost = {name: price * (self._records[name].cost.per_sequence.mean + self.own_seconds.mean) for name in order}
         alone = {name: self._records[name].alone.mean - cost[name] for name in order}
         best = max(order, key=lambda name: alone[name])
         # Those after the first are asked where nobody has a draft yet, if that pays.
-        asked = [name for name in order[1:] if self._records[name].gains.fallback.mean > cost[name]]
+        asked = [name for name in order[1:] if room * self._records[name].gains.fallback.mean > cost[name]]
         shares = ((1.0 - self._records[name].gains.rivalled.mean) * cost[name] for name in asked)
         return best if alone[best] > self.together.mean - cost[order[0]] - sum(shares) else ""
 
@@ -180,6 +186,10 @@ class Ledger:
             for name in calls.probed:
                 self._records[name].credit -= own
         if not num_slots or not num_emitted:
+            return 1.0
+        if not calls.names and not num_drafts and self._num_steps % STEPS_BETWEEN_IDLE:  # a plain step; most tell nothing new
+            self._emitted.add(num_emitted)
+            self._plain_emitted.add(num_slots)
             return 1.0
         self._since_plain = self._since_plain + 1 if num_drafts else 0
         self._per_token.add(1e-3 * milliseconds["verify"] / num_emitted)

@@ -56,22 +56,6 @@ def allot(survivals: Seq[Seq[float]], seconds: Seq[float], price: float, worth: 
     return counts
 
 
-def row_prices(seconds: Seq[float], num_seqs: int, price: float) -> list[float]:
-    """What a sequence's first, second, ... draft row costs, in tokens, when each of ``num_seqs`` takes as many.
-
-    ``seconds[k]`` is the pass with k draft rows in all.  The first rows are often nearly free and later ones are not: reading the
-    weights hides the arithmetic of a few.  Where it is the other way, all share what the first costs more: prices never fall.
-    """
-    runs: list[tuple[float, int]] = []  # (seconds of a row, rows in turn that cost as much)
-    for depth in range((len(seconds) - 1) // num_seqs):
-        step, count = (seconds[(depth + 1) * num_seqs] - seconds[depth * num_seqs]) / num_seqs, 1
-        while runs and runs[-1][0] > step:
-            before, rows = runs.pop()
-            step, count = (before * rows + step * count) / (rows + count), rows + count
-        runs.append((step, count))
-    return [price * step for step, count in runs for _ in range(count)]
-
-
 def paying(reached: Iterable[float], prices: Iterable[float], worth: float = 1.0) -> tuple[int, float]:
     """(tokens of a draft that pay, what they are expected to bring beyond their rows' ``prices``)."""
     best, best_net, net = 0, 0.0, 0.0
@@ -80,6 +64,15 @@ def paying(reached: Iterable[float], prices: Iterable[float], worth: float = 1.0
         if net > best_net:
             best, best_net = count, net
     return best, best_net
+
+
+def room(prices: Seq[float], worth: float = 1.0) -> float:
+    """What drafts bring where rows have these prices, over what they bring where rows are free; about.
+
+    Of drafts whose first token is right with probabilities that are spread evenly, those above the price pay, by half of what is
+    above it in the mean.
+    """
+    return max(0.05, worth - prices[0]) ** 2 if prices else 1.0
 
 
 def best_depth(reached: Seq[float], draft_seconds: Callable[[int], float], prices: Seq[float], price: float) -> int:

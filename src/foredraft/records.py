@@ -23,7 +23,7 @@ AUDIT_RATE, AUDIT_WEIGHT = 0.004, 20.0
 
 
 class Gains:
-    """Net tokens per draft, that is beyond the price of its rows.
+    """Net tokens per draft, that is beyond the price of its rows, over ``planner.room``: comparable where rows cost more or less.
 
     ``own``: whatever others have.  ``fallback``: where none of those asked before has a draft that pays; ``rivalled`` is the share
     of calls where one had.
@@ -42,7 +42,10 @@ class Gains:
 
 
 class Track:
-    """One drafter in one request: its shift, its gains, whether it is on, and the part of a draft whose outcome is to come."""
+    """One drafter in one request: its shift, its gains, whether it is on, and the part of a draft whose outcome is to come.
+
+    ``gains`` are the record's own until this request has heard a draft.
+    """
 
     __slots__ = ("classes", "gains", "is_on", "next", "shift", "tokens")
 
@@ -80,8 +83,8 @@ class Record:
         return min(1.0, self.accepted.mean / self.expected.mean)
 
     def track(self) -> Track:
-        """For a new request: what is known of all is expected of it."""
-        return Track(self.gains.copy(GAIN_RATE))
+        """For a new request: what is known of all is expected of it, until it has gains of its own."""
+        return Track(self.gains)
 
     def compare(self, track: Track, emitted: Seq[int]) -> bool:
         """Count a draft's tokens against those that came; True while some are still to come."""

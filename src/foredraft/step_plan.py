@@ -18,8 +18,8 @@ from typing import Any
 from foredraft.acceptance import classes_of
 from foredraft.cost import PassWork
 from foredraft.ledger import MAX_CREDIT_SECONDS, Calls, Ledger
-from foredraft.planner import allot, best_depth, paying, row_prices, share_of, survival
-from foredraft.records import Audit, Record, Track
+from foredraft.planner import allot, best_depth, paying, room, share_of, survival
+from foredraft.records import GAIN_RATE, Audit, Record, Track
 from foredraft.types import Draft, Sequence
 
 TURN_ON, STAY_ON = 1.2, 0.8
@@ -87,7 +87,7 @@ class StepPlan:
         self._ledger = ledger
         self._num_rows_left = num_rows_left
         self._calls = Calls()
-        self._price, self._worth, self._share = 0.0, 1.0, 1.0
+        self._price, self._worth, self._share, self._room = 0.0, 1.0, 1.0, 1.0
         self._row_prices: list[float] = []
 
     # -------------------------------------------------------------------------------------------- asking
@@ -105,8 +105,9 @@ class StepPlan:
             return
         self._price, self._worth = ledger.prices(len(self.seqs), ledger.plain_seconds(self.work, len(self.seqs)))
         here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
-        most = len(awake) * max(limits[i] for i in awake)
-        self._row_prices = row_prices(ledger.cost.curve(here, most), len(awake), self._price)
+        seconds = ledger.cost.row_seconds(here, len(awake), max(limits[i] for i in awake))
+        self._row_prices = [self._price * one for one in seconds]
+        self._room = ledger.room = room(self._row_prices, self._worth)
         slots = {i: self._slots[i] for i in awake}
         records = {name: ledger.record(name) for slot in slots.values() for name in slot.tracks}
         order = sorted(records, key=lambda name: records[name].cost.per_sequence.mean)
@@ -124,7 +125,7 @@ class StepPlan:
             return
         ledger = self._ledger
         # By guesses alone the cheapest would look best.
-        only = ledger.better_alone(order, self._price) if ledger.num_audits >= ENOUGH_AUDITS else ""
+        only = ledger.better_alone(order, self._price, self._room) if ledger.num_audits >= ENOUGH_AUDITS else ""
         may_audit = ledger.num_audits < FIRST_AUDITS or all(record.credit > 0.0 for record in records.values())
         for slot in slots.values():
             slot.only = only if only in slot.tracks else ""
@@ -150,7 +151,8 @@ class StepPlan:
             slot = self._slots[i]
             # Where a draft is there that pays, another is asked for only if it is better as a rule: of two drafts the one that
             # looks better often only looks so.
-            gain = track.gains.fallback.mean if slot.was_asked and slot.net <= 0.0 else track.gains.own.mean - slot.net
+            is_fallback = slot.was_asked and slot.net <= 0.0
+            gain = self._room * (track.gains.fallback if is_fallback else track.gains.own).mean - max(0.0, slot.net)
             is_wanted = not slot.only or slot.only == name
             track.is_on = is_wanted and self._share * gain > max(0.0, (STAY_ON if track.is_on else TURN_ON) * least)
             if track.is_on:
@@ -160,6 +162,8 @@ class StepPlan:
                 record.credit -= seconds / num
             elif not track.tokens:
                 idle.append(i)
+        if not record.cost.deepest:  # one call tells what it costs; for all at once that might be much
+            asked = asked[:1]
         if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, depth), MAX_CREDIT_SECONDS):
             asked.append(idle[-1])
             self._calls.probed.append(name)
@@ -195,7 +199,7 @@ class StepPlan:
         if ask.drafter in self._calls.probed:
             record.credit -= seconds / len(ask.slots)
         trust, prices, worth = record.trust, self._row_prices, self._worth
-        least = 0.5 * min(prices, default=0.0)
+        least = 0.5 * prices[0] if prices else 0.0
         for i, draft in zip(ask.slots, drafts, strict=True):
             slot, reached, num_paying, net = self._slots[i], list[float](), 0, 0.0
             track = slot.tracks[ask.drafter]
@@ -218,8 +222,11 @@ class StepPlan:
                 slot.drafter, slot.draft, slot.reached, slot.net = ask.drafter, draft, reached, net
 
     def _count_gain(self, slot: _Slot, track: Track, record: Record, gain: float) -> None:
-        """A draft promises ``gain``, had it been as deep as could be used."""
+        """A draft promises ``gain``, had it been as deep as could be used; it is kept as it would be if rows were free."""
+        gain /= self._room
         is_first = slot.audited is not None or not slot.was_asked
+        if track.gains is record.gains:
+            track.gains = record.gains.copy(GAIN_RATE)
         for gains in (track.gains, record.gains):
             if is_first:
                 gains.own.add(gain)

@@ -89,6 +89,7 @@ class Engine:
         self._target = target
         self._kv = kv
         self._drafters = drafters
+        self._taps_of: dict[frozenset[tuple[str, ...]], tuple[int, ...]] = {}
         self._rule = rule
         self._clock = clock
         self.controller = controller
@@ -298,8 +299,13 @@ class Engine:
         return seq.finish_reason is not None
 
     def _taps(self, work: list[_Work]) -> tuple[int, ...]:
-        names = {name for item in work for name in item.seq.drafters}
-        return tuple(sorted({layer for name in names for layer in self._drafters[name].hidden_layers}))
+        """The layers whose states any drafter of these sequences reads, ascending."""
+        kinds = frozenset([item.seq.drafters for item in work])
+        known = self._taps_of.get(kinds)
+        if known is None:
+            layers = {layer for names in kinds for name in names for layer in self._drafters[name].hidden_layers}
+            known = self._taps_of[kinds] = tuple(sorted(layers))
+        return known
 
     def _note_prompt_logprobs(self, item: _Work, rows: FloatArray) -> None:
         seq = item.seq

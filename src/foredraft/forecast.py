@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foredraft.planner import tokens_per_pass
 from foredraft.replay import Replay
@@ -169,6 +169,11 @@ def forecast(method: Method, batch: int, context: float, machines: Seq[Machine])
         plain_tokens_per_s=plain,
         tokens_per_s=plain * expected,
     )
+
+
+def best_of(name: str, rows: Seq[Forecast]) -> Forecast:
+    """Whatever of ``rows``, methods at one batch size, is best there: what is reached by switching methods as the batch changes."""
+    return replace(max(rows, key=lambda row: row.speedup), method=name)
 
 
 def schedule(method: Method, context: float, machine: Machine, max_batch: int) -> list[tuple[int, int, int]]:

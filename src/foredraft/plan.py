@@ -15,6 +15,7 @@ from foredraft.forecast import (
     LARGEST_BATCH,
     MemoryTable,
     Method,
+    best_of,
     break_even,
     crossover,
     forecast,
@@ -38,6 +39,7 @@ from foredraft.plan_setting import (
 )
 from foredraft.vllm_config import NO_TARGET_NAME, VllmPlan, remarks, serve_command, speculative_config
 
+AUTO = "auto"
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -51,7 +53,8 @@ def run_plan(options: PlanOptions, report: Report, open_llm: OpenLLM) -> dict[st
         target, draft        the ModelDims as mappings; draft None without one
         context              tokens of one request
         acceptance           per method: K -> tokens per pass, interval, draft rows, seconds of proposing
-        forecasts            a row per batch and method: see forecast.Forecast; verdict, and fits: whether memory holds the batch
+        forecasts            a row per batch and method: see forecast.Forecast; verdict, and fits: whether memory holds the batch.
+                             Behind several methods one of "auto", which is the best of them
         schedules            per method: ranges [first batch, last batch, K], and crossover: the batch from which on to leave it
                              off, or None
         alphas               where nothing says what is accepted: a row per alpha and batch, and break_even per batch; else None
@@ -110,12 +113,7 @@ def _result(options: PlanOptions, setting: Setting) -> dict[str, Any]:
         # Beyond what memory holds there is no batch to plan for, unless it was asked for.
         most = max(*options.batches, min(LARGEST_BATCH, memory[method.name].num_requests), 1)
         ranges[method.name] = schedule(method, setting.context, middle, most)
-    rows = [
-        {**asdict(row), "verdict": row.verdict, "fits": batch <= memory[method.name].num_requests}
-        for batch in options.batches
-        for method in setting.methods
-        for row in [forecast(method, batch, setting.context, setting.machines)]
-    ]
+    rows = [row for batch in options.batches for row in _forecasts(setting, memory, batch)]
     return {
         "options": asdict(options),
         "place": dict(setting.place),
@@ -130,6 +128,16 @@ def _result(options: PlanOptions, setting: Setting) -> dict[str, Any]:
         "vllm": _vllm(options, setting, memory, ranges) if options.emit == "vllm" else None,
         "notes": list(setting.notes),
     }
+
+
+def _forecasts(setting: Setting, memory: Mapping[str, MemoryTable], batch: int) -> list[dict[str, Any]]:
+    """A row per method at one batch size, and where there are several one of ``auto``, which takes the best."""
+    rows = [forecast(method, batch, setting.context, setting.machines) for method in setting.methods]
+    found = [{**asdict(row), "verdict": row.verdict, "fits": batch <= memory[row.method].num_requests} for row in rows]
+    if len(rows) > 1:
+        best = best_of(AUTO, rows)
+        found.append({**asdict(best), "verdict": best.verdict, "fits": all(row["fits"] for row in found)})
+    return found
 
 
 def _memory_dict(options: PlanOptions, setting: Setting, table: MemoryTable) -> dict[str, Any]:

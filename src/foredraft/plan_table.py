@@ -68,7 +68,7 @@ def _speed(result: Mapping[str, Any]) -> str:
         on = row["num_tokens"] > 0
         advice = row["verdict"] + ("" if on else f" (K = {row['tried']} gives {row['speedup']:.2f})")
         if not row["fits"]:
-            advice += f"; memory holds {held[row['method']]}"
+            advice += f"; memory holds {held.get(row['method'], min(held.values()))}"
         rows.append(
             [
                 str(row["batch"]),

@@ -176,7 +176,10 @@ def test_a_log_brings_no_acceptance_or_no_interval(
     # A clock that only counts: which drafter is ahead must not depend on the machine.
     monkeypatch.setattr("foredraft.plan_measure.replay", partial(replay, clock=count(0.0, 1e-5).__next__))
     result = plan(from_log=write_log(tmp_path), batches=(1,), num_speculative_tokens=4)
-    assert [row["method"] for row in result["forecasts"]] == ["ngram", "suffix"]
+    assert [row["method"] for row in result["forecasts"]] == ["ngram", "suffix", "auto"]
+    ngram, suffix, auto = result["forecasts"]
+    best = max(ngram, suffix, key=lambda row: row["speedup"])
+    assert auto == {**best, "method": "auto"}
     for row in result["forecasts"]:
         assert row["tokens"] > 2.5  # the prompt holds the answer
         assert 1 < row["low"] <= row["speedup"] <= row["high"]

@@ -15,7 +15,7 @@ from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.records import AUDIT_RATE, AUDIT_WEIGHT, FIRST_GAIN, Audit, Record, Track
 from foredraft.types import Sequence
 
-PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.008, 3
+PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.006, 3
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
@@ -25,8 +25,6 @@ STEPS_BETWEEN_IDLE = 4
 # Time is valued higher than it is: what only breaks even is not worth its risk, least of all where nothing has paid yet.
 MARGIN, LEAST_SPEEDUP = 1.05, 1.15
 SPEED_RATE = 0.02
-# A drafter whose calls cost more than this, in tokens, is asked after those that cost less.
-DEAR_TOKENS = 0.05
 
 
 @dataclass
@@ -119,16 +117,6 @@ class Ledger:
             self._resting.discard(seq.seq_id)
         else:
             self._resting.add(seq.seq_id)
-
-    def turn(self, name: str, price: float) -> tuple[bool, float]:
-        """Sorts drafters: of those that cost little the best comes first, since then the others need not be asked.
-
-        Those that cost much come last, when it is known what a cheap draft promises.
-        """
-        record = self._records[name]
-        cost = record.cost.per_sequence.mean
-        is_dear = price * cost > DEAR_TOKENS
-        return is_dear, cost if is_dear else -record.gains.own.mean
 
     def better_alone(self, order: list[str], price: float, room: float) -> str:
         """The drafter that brings more when only it is asked than all do one after the other; "" for none.

@@ -93,7 +93,7 @@ class StepPlan:
     # -------------------------------------------------------------------------------------------- asking
 
     def asks(self) -> Iterator[Ask]:
-        """The calls to make, each decided when those before it were heard; see ``Ledger.turn``."""
+        """The calls to make, each decided when those before it were heard: cheap drafters first."""
         ledger, limits = self._ledger, self._limits
         fixed = [i for i, seq in enumerate(self.seqs) if not seq.adaptive and seq.drafters and limits[i]]
         wishes = dict(zip(fixed, share([limits[i] for i in fixed], self._num_rows_left), strict=True))
@@ -110,7 +110,7 @@ class StepPlan:
         self._room = ledger.room = room(self._row_prices, self._worth)
         slots = {i: self._slots[i] for i in awake}
         records = {name: ledger.record(name) for slot in slots.values() for name in slot.tracks}
-        order = sorted(records, key=lambda name: ledger.turn(name, self._price))
+        order = sorted(records, key=lambda name: records[name].cost.per_sequence.mean)
         self._begin_audit(slots, order, records)
         for name in order:
             ask = self._free_ask(name, records[name], {i: slot.tracks[name] for i, slot in slots.items() if name in slot.tracks})
@@ -120,7 +120,7 @@ class StepPlan:
             ledger.settle(slot.seq, slot.tracks)
 
     def _begin_audit(self, slots: Mapping[int, _Slot], order: list[str], records: Mapping[str, Record]) -> None:
-        """Choose whom to ask: all, one after the other, or only one; now and then all are asked, to see who would have brought what."""
+        """Choose whom to ask: all, the cheap first, or only one; now and then all are asked, to see who would have brought what."""
         if len(order) < 2:
             return
         ledger = self._ledger

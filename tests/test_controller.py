@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes, PassWork
+from foredraft.ledger import LEFT_FOR_FRUITLESS, PROBE_SHARE, Calls
 from foredraft.planner import room
 from foredraft.step_plan import most_drafts, share
-from foredraft.types import Draft, SamplingParams, Sequence
+from foredraft.types import PHASES, Draft, SamplingParams, Sequence
 
 wishes_lists = st.lists(st.integers(0, 64), max_size=8)
 
@@ -105,6 +106,28 @@ def test_requests_that_ask_for_the_first_time_know_nothing_of_what_others_heard(
     assert all(track.gains is controller.record("any").gains for track in tracks[1:])
     assert tracks[0].gains is not controller.record("any").gains
     assert tracks[1].gains.own.mean <= 0.25
+
+
+def test_a_drafter_that_never_brings_anything_is_probed_as_much_for_ever() -> None:
+    controller = Controller(PassTimes.unknown())
+    record = controller.record("any")
+    milliseconds = dict.fromkeys(PHASES, 0.2)
+
+    def credit_of_a_step() -> float:
+        record.credit = 0.0
+        controller.account(PassWork(1, 5), 1, 0, Calls(), 1, milliseconds)
+        return record.credit
+
+    first = credit_of_a_step()
+    assert first == pytest.approx(PROBE_SHARE * 1e-3)
+    record.fruitless = 1000
+    assert credit_of_a_step() == pytest.approx(LEFT_FOR_FRUITLESS * first)
+    seq = make_sequence(4)
+    seq.drafters, seq.adaptive = ("any",), True
+    plan = controller.plan([seq], [4], PassWork(1, 5), 100)
+    for ask in plan.asks():
+        plan.hear(ask, [Draft((1, 1), confidence=(0.9, 0.9))], 1e-6)
+    assert record.fruitless == 0
 
 
 def test_row_prices_that_rise_leave_a_drafter_as_promising_as_before() -> None:

@@ -15,7 +15,9 @@ from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.records import AUDIT_RATE, AUDIT_WEIGHT, FIRST_GAIN, Audit, Record, Track
 from foredraft.types import Sequence
 
-PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.006, 3
+PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.008, 3
+# After so many probes in turn that promised nothing a drafter is probed less.
+PATIENCE, LEFT_FOR_FRUITLESS = 40, 0.25
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
 MAX_CREDIT_SECONDS = 0.05
 # A pass without drafts every so often keeps the comparison with plain decoding true; it costs what a draft would have saved.
@@ -179,7 +181,8 @@ class Ledger:
         total = 1e-3 * sum(milliseconds.values())
         earned = PROBE_SHARE * total / max(1, len(self._records))
         for record in self._records.values():
-            record.credit = min(MAX_CREDIT_SECONDS, record.credit + earned)
+            share = earned if record.fruitless < PATIENCE else LEFT_FOR_FRUITLESS * earned
+            record.credit = min(MAX_CREDIT_SECONDS, record.credit + share)
         if calls.names:
             own = max(0.0, 1e-3 * milliseconds["draft"] - calls.seconds) / len(calls.names)
             self.own_seconds.add(own)

@@ -62,7 +62,8 @@ class Track:
 class Record:
     """One drafter over all requests.
 
-    ``credit``: seconds that probes may take now.  ``expected`` and ``accepted``: tokens of the drafts that were verified.
+    ``credit``: seconds that probes may take now.  ``fruitless``: probes in turn that promised nothing.
+    ``expected`` and ``accepted``: tokens of the drafts that were verified.
     ``depths``: how deep to draft for so many sequences that can use so much, the share that this brings, and the estimate's age.
     ``alone``: net tokens that really came, or would have, when only this drafter is asked.
     """
@@ -71,6 +72,7 @@ class Record:
     acceptance: Acceptance = field(default_factory=Acceptance)
     gains: Gains = field(default_factory=lambda: Gains(OVERALL_RATE))
     credit: float = FIRST_CREDIT_SECONDS
+    fruitless: int = 0
     expected: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_EXPECTED, TRUST_WEIGHT))
     accepted: Running = field(default_factory=lambda: Running(TRUST_RATE, FIRST_EXPECTED, TRUST_WEIGHT))
 

@@ -109,7 +109,8 @@ class StepPlan:
         self._row_prices = [self._price * one for one in seconds]
         self._room = ledger.room = room(self._row_prices, self._worth)
         slots = {i: self._slots[i] for i in awake}
-        records = {name: ledger.record(name) for slot in slots.values() for name in slot.tracks}
+        kinds = dict.fromkeys(slot.seq.drafters for slot in slots.values())
+        records = {name: ledger.record(name) for kind in kinds for name in kind}
         order = sorted(records, key=lambda name: records[name].cost.per_sequence.mean)
         self._begin_audit(slots, order, records)
         for name in order:
@@ -198,6 +199,7 @@ class StepPlan:
         self._calls.seconds += seconds
         if ask.drafter in self._calls.probed:
             record.credit -= seconds / len(ask.slots)
+            record.fruitless += 1
         trust, prices, worth = record.trust, self._row_prices, self._worth
         least = 0.5 * prices[0] if prices else 0.0
         for i, draft in zip(ask.slots, drafts, strict=True):
@@ -210,6 +212,8 @@ class StepPlan:
                 self._ledger.expect(slot.seq, record, track)
                 reached = record.acceptance.reach(track.classes, track.shift, trust, least)
                 num_paying, net = paying(reached, prices, worth)
+                if num_paying:
+                    record.fruitless = 0
             if not slot.seq.adaptive:
                 if not slot.drafter or sum(reached) > sum(slot.reached):
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
@@ -246,7 +250,7 @@ class StepPlan:
             if not slot.seq.adaptive and slot.draft.tokens:
                 chosen[i] = (slot.drafter, len(slot.draft.tokens))
                 num_fixed += len(slot.draft.tokens)
-        paying = {i: slot for i, slot in slots.items() if slot.seq.adaptive and slot.net > 0.0}
+        paying = {i: slot for i, slot in slots.items() if slot.net > 0.0}
         if paying and not ledger.is_plain_due():
             survivals = [slot.reached for slot in paying.values()]
             most = min(self._num_rows_left - num_fixed, sum(map(len, survivals)))

@@ -63,9 +63,11 @@ class _State:
 
     def forget(self, num: int) -> None:
         """Drop the oldest ``num`` states: what comes then attends to nothing before."""
-        kept = np.concatenate(self.waiting)[num:].copy()
-        self.waiting, self.num_waiting = [kept], len(kept)
-        self.start += num
+        self.start, self.num_waiting = self.start + num, self.num_waiting - num
+        while num >= len(self.waiting[0]):
+            num -= len(self.waiting.pop(0))
+        # A copy, so that what was dropped takes no memory.
+        self.waiting[0] = self.waiting[0][num:].copy()
         self.next_slot, self.feature, self.last = self.start + 1, None, None
         self.first_key = self.next_slot
 

@@ -7,6 +7,7 @@ Usage: ``python scripts/render_docs.py [--check]``.  Everything between ``<!-- f
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -31,6 +32,8 @@ PASSES = Path("docs/data/passes_smollm2-135m_cpu.json")
 PLAN = Path("docs/data/plan_smollm2-135m_cpu.json")
 EXPERIMENTS = Path("docs/data/experiments_smollm2-135m_cpu.json")
 ACCEPTANCE = Path("docs/data/acceptance_smollm2-135m.json")
+HEAD_IN_VLLM = Path("docs/data/vllm_head_smollm2-135m.json")
+NEVER_BACKFIRES = tuple(Path(f"docs/data/never_backfires_{name}.json") for name in ("q4_1", "q8_0"))
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
 LOAD = Path("docs/data/load_smollm2-135m_cpu.json")
 SERVERS = Path("docs/data/compare_servers_q4_1.json")
@@ -98,6 +101,10 @@ def all_sections(root: Path) -> Sections:
         "bench-batch": lambda: bench_sweep(bench, "batch_sweep"),
         "bench-prediction": lambda: bench_prediction(bench),
         "acceptance-table": lambda: acceptance_table(json.loads((root / ACCEPTANCE).read_text(encoding="utf-8"))),
+        "head-in-vllm": lambda: head_in_vllm(json.loads((root / HEAD_IN_VLLM).read_text(encoding="utf-8"))),
+        "never-backfires": lambda: backfire_table(
+            [json.loads((root / path).read_text(encoding="utf-8")) for path in NEVER_BACKFIRES]
+        ),
         "experiments-table": lambda: experiments_table(experiments),
         "experiments-machine": lambda: experiments_machine(experiments),
         "experiments-numbers": lambda: experiments_numbers(experiments),
@@ -217,6 +224,49 @@ def acceptance_table(result: Mapping[str, Any]) -> str:
     return f"{table(rows, num_left=2)}\n\n{said}"
 
 
+def head_in_vllm(result: Mapping[str, Any]) -> str:
+    """The same head, target and prompts in foredraft and in vLLM."""
+    num = result["num_speculative_tokens"]
+    rows = [["engine", "acceptance length", *(f"position {i + 1}" for i in range(num))]]
+    for name in ("foredraft", "vllm"):
+        one = result[name]
+        shares = [f"{count / one['num_drafts']:.3f}" for count in one["accepted_per_position"]]
+        rows.append([f"{name} {one[name]}", f"{one['acceptance_length']:.3f}", *shares])
+    same = f"{result['num_same_answers']} of {result['num_prompts']} answers are the same, token for token"
+    asked = f"{result['num_prompts']} prompts of {result['prompts']}, answers of up to {result['max_tokens']} tokens"
+    return f"{table(rows)}\n\n{asked}, greedy, float32, K = {num}; {same}."
+
+
+def backfire_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """``auto`` over plain decoding, and over the best fixed setting where one was sought, in each case and format."""
+    names = [path.stem.removeprefix("never_backfires_").upper() for path in NEVER_BACKFIRES]
+    rows = [["workload", *(f"{name}: auto over plain" for name in names), *(f"{name}: best fixed, auto over it" for name in names)]]
+    for cases in zip(*(result["cases"] for result in results), strict=True):
+        best = ["" if c["best_fixed"] is None else f"{c['best_fixed']}, {c['auto_over_best']:.2f}" for c in cases]
+        rows.append([cases[0]["name"], *(f"{c['speedup_in_all']:.2f}" for c in cases), *best])
+    mixtures = [mixture(result["cases"]) for result in results]
+    rows.append(
+        [
+            "the groups together",
+            *(f"{m['auto']:.2f}" for m in mixtures),
+            *(f"{m['best']}, {m['auto_over_best']:.2f}" for m in mixtures),
+        ]
+    )
+    same = all(case["same_tokens"] for result in results for case in result["cases"])
+    given, where = results[0]["options"], place_of(results[0]["machine"], results[0]["machine"]["threads"])
+    said = "All answers are those of plain decoding." if same else "NOT all answers are those of plain decoding."
+    return f"{table(rows)}\n\n{where}; {given['limit']} prompts of each group, {given['max_tokens']} tokens each. {said}"
+
+
+def mixture(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All groups with a sweep as one workload, each weighing as much: mean of the time over plain decoding's."""
+    groups = [case for case in cases if case["fixed"]]
+    auto = len(groups) / sum(1.0 / case["speedup_in_all"] for case in groups)
+    fixed = {label: len(groups) / sum(1.0 / case["fixed"][label] for case in groups) for label in groups[0]["fixed"]}
+    best = max(fixed, key=lambda label: fixed[label])
+    return {"auto": auto, "best": best, "auto_over_best": auto / fixed[best]}
+
+
 def load_text(result: Mapping[str, Any]) -> str:
     """What came of many clients at once: a table of waiting times, and a sentence."""
     names = {"first_token_ms": "ms to the first token", "per_token_ms": "ms per further token"}
@@ -258,8 +308,8 @@ def experiments_machine(result: Mapping[str, Any]) -> str:
     """One sentence: model and machine."""
     machine, model = result["machine"], result["model"]
     return (
-        f"{model['name']} ({model['quantization']}, exactness: {model['exactness']}) on {machine['cores']} cores of an "
-        f"{machine['cpu']}, {machine['threads']} threads; load before the run {machine['load']:.1f}."
+        f"{model['name']} ({model['quantization']}, exactness: {model['exactness']}) on {place_of(machine, machine['threads'])}; "
+        f"load before the run {machine['load']:.1f}."
     )
 
 
@@ -324,6 +374,7 @@ def comparison_machine(results: Sequence[Mapping[str, Any]]) -> str:
 # ------------------------------------------------------------------------------------------------ from the code
 
 
+@functools.cache
 def computed_plan(**options: Any) -> dict[str, Any]:
     """A plan from numbers alone: the page's example, with further options."""
 
@@ -363,6 +414,7 @@ def commands() -> Mapping[str, Any]:
     return found
 
 
+@functools.cache  # a test renders many times, and these change with nothing that it changes
 def help_text(name: str) -> str:
     """What ``foredraft NAME --help`` prints on a terminal of 100 columns."""
     root: Any = typer.main.get_command(app)

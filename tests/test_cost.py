@@ -198,9 +198,9 @@ def test_the_cost_of_a_draft_is_not_that_of_like_calls() -> None:
 def test_a_first_call_that_reads_the_prompt_makes_a_drafter_look_dear() -> None:
     cost = DraftCost()
     cost.observe(1, 8, 14e-3)
-    assert cost.seconds(1, 8) == 14e-3 and cost.deepest == 8
+    assert cost.seconds(1, 8) == 14e-3 and cost.deepest == 8 and not cost.is_known
     cost.observe(1, 1, 1e-3)
-    assert cost.seconds(1, 1) == 1e-3 and cost.per_sequence.mean == 1e-3 and cost.deepest == 1
+    assert cost.seconds(1, 1) == 1e-3 and cost.per_sequence.mean == 1e-3 and cost.deepest == 1 and cost.is_known
 
 
 def test_a_running_mean_forgets_at_once_or_never() -> None:

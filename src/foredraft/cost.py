@@ -34,6 +34,10 @@ LEAST_SEEN, MOST_SEEN = 0.5, 4.0
 MOVE_PER_UPDATE, PASSES_PER_UPDATE = 0.02, 64
 
 
+# Of a drafter, until its calls are as they will be.
+FIRST_CALLS = 2
+
+
 @dataclass(frozen=True)
 class PassWork:
     """What a pass has to do besides its drafts: ``num_rows`` known tokens, ``keys_read`` cached tokens in all of its sequences."""
@@ -304,7 +308,7 @@ class Running:
 class DraftCost:
     """Seconds of one drafter's ``propose`` by depth and number of sequences, fitted to the calls that were made.
 
-    ``deepest``: of those calls; 0 before the first.
+    ``deepest``: of those calls; 0 before the first.  ``is_known`` once there were enough.
     """
 
     def __init__(self) -> None:
@@ -313,6 +317,11 @@ class DraftCost:
         self._num_calls = 0
         self._seconds: dict[tuple[int, int], Running] = {}
         self._nearest: dict[tuple[int, int], tuple[Running, float]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether estimates are of calls as they will be."""
+        return self._num_calls >= FIRST_CALLS
 
     def seconds(self, num_seqs: int, depth: int) -> float:
         """An estimate; before the first call 0, so that there is one."""
@@ -330,8 +339,8 @@ class DraftCost:
         The first, which may read a whole prompt or wake threads, counts until there is a second.
         """
         self._num_calls += 1
-        self.deepest = max(self.deepest if self._num_calls > 2 else 0, depth)
-        if self._num_calls == 2:
+        self.deepest = max(self.deepest if self._num_calls > FIRST_CALLS else 0, depth)
+        if self._num_calls == FIRST_CALLS:
             self._seconds.clear()
             self.per_sequence = Running(0.1)
         known = self._seconds.get((num_seqs, depth))

@@ -27,6 +27,8 @@ STEPS_BETWEEN_IDLE = 4
 # Time is valued higher than it is: what only breaks even is not worth its risk, least of all where nothing has paid yet.
 MARGIN, LEAST_SPEEDUP = 1.05, 1.15
 SPEED_RATE = 0.02
+# A drafter whose calls cost more than this, in tokens, is asked after those that cost less.
+DEAR_TOKENS = 0.05
 
 
 @dataclass
@@ -119,6 +121,18 @@ class Ledger:
             self._resting.discard(seq.seq_id)
         else:
             self._resting.add(seq.seq_id)
+
+    def is_dear(self, record: Record, price: float) -> bool:
+        """Whether a call costs so much that it is to be saved where it can be."""
+        return price * record.cost.per_sequence.mean > DEAR_TOKENS
+
+    def turn(self, record: Record, price: float) -> tuple[bool, float]:
+        """Sorts drafters: of those that cost little the best comes first, since then the others need not be asked.
+
+        Those that cost much come last, when it is known what a cheap draft promises.
+        """
+        is_dear = self.is_dear(record, price)
+        return is_dear, record.cost.per_sequence.mean if is_dear else -record.gains.own.mean
 
     def better_alone(self, order: list[str], price: float, room: float) -> str:
         """The drafter that brings more when only it is asked than all do one after the other; "" for none.

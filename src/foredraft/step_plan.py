@@ -93,7 +93,7 @@ class StepPlan:
     # -------------------------------------------------------------------------------------------- asking
 
     def asks(self) -> Iterator[Ask]:
-        """The calls to make, each decided when those before it were heard: cheap drafters first."""
+        """The calls to make, each decided when those before it were heard; see ``Ledger.turn``."""
         ledger, limits = self._ledger, self._limits
         fixed = [i for i, seq in enumerate(self.seqs) if not seq.adaptive and seq.drafters and limits[i]]
         wishes = dict(zip(fixed, share([limits[i] for i in fixed], self._num_rows_left), strict=True))
@@ -111,7 +111,7 @@ class StepPlan:
         slots = {i: self._slots[i] for i in awake}
         kinds = dict.fromkeys(slot.seq.drafters for slot in slots.values())
         records = {name: ledger.record(name) for kind in kinds for name in kind}
-        order = sorted(records, key=lambda name: records[name].cost.per_sequence.mean)
+        order = sorted(records, key=lambda name: ledger.turn(records[name], self._price))
         self._begin_audit(slots, order, records)
         for name in order:
             ask = self._free_ask(name, records[name], {i: slot.tracks[name] for i, slot in slots.items() if name in slot.tracks})
@@ -121,13 +121,16 @@ class StepPlan:
             ledger.settle(slot.seq, slot.tracks)
 
     def _begin_audit(self, slots: Mapping[int, _Slot], order: list[str], records: Mapping[str, Record]) -> None:
-        """Choose whom to ask: all, the cheap first, or only one; now and then all are asked, to see who would have brought what."""
+        """Choose whom to ask: all in turn, or only one; now and then all are asked, to see who would have brought what."""
         if len(order) < 2:
             return
         ledger = self._ledger
         # By guesses alone the cheapest would look best.
         only = ledger.better_alone(order, self._price, self._room) if ledger.num_audits >= ENOUGH_AUDITS else ""
-        may_audit = ledger.num_audits < FIRST_AUDITS or all(record.credit > 0.0 for record in records.values())
+        is_early = ledger.num_audits < FIRST_AUDITS
+        may_audit = all(
+            record.credit > 0.0 or (is_early and not ledger.is_dear(record, self._price)) for record in records.values()
+        )
         for slot in slots.values():
             slot.only = only if only in slot.tracks else ""
             is_free = slot.seq.seq_id not in ledger.audits and len(slot.tracks) == len(order)
@@ -144,8 +147,8 @@ class StepPlan:
         """Ask for those requests where this drafter's expected gain covers its cost, and probe for one other if credit allows."""
         ledger, num = self._ledger, len(candidates)
         deepest = max(self._limits[i] for i in candidates)
-        # The first call tells what a token costs; of a slow drafter one is dear enough.
-        depth, seconds = self._depth(record, num, deepest if record.cost.deepest else 1)
+        # The first calls tell what a token costs; of a slow drafter one is dear enough.
+        depth, seconds = self._depth(record, num, deepest if record.cost.is_known else 1)
         least = self._price * (seconds + ledger.own_seconds.mean) / num
         asked, idle = [], []
         for i, track in candidates.items():
@@ -163,7 +166,7 @@ class StepPlan:
                 self._calls.probed.append(name)
             elif not track.tokens:
                 idle.append(i)
-        if not record.cost.deepest:  # one call tells what it costs; for all at once that might be much
+        if not record.cost.is_known:  # one call tells what it costs; for all at once that might be much
             asked = asked[:1]
         if idle and record.credit > 0.0 and record.credit >= min(record.cost.seconds(1, depth), MAX_CREDIT_SECONDS):
             asked.append(idle[-1])

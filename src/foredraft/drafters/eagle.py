@@ -58,7 +58,8 @@ class _State:
         return self.start + self.num_waiting
 
     def push(self, states: FloatArray) -> None:
-        self.waiting.append(states)
+        # A copy, since they may be rows of a far larger array of the whole pass.
+        self.waiting.append(states.copy())
         self.num_waiting += len(states)
 
     def forget(self, num: int) -> None:
@@ -282,7 +283,7 @@ class EagleDrafter:
             state.last = rows.features[first + job.num_rows - 1].copy()
             num_read = stop - 1 - state.start
             if num_read < state.num_waiting:
-                left = np.concatenate(state.waiting)[max(0, num_read) :]
+                left = np.concatenate(state.waiting)[max(0, num_read) :].copy()
                 state.waiting, state.num_waiting = [left], len(left)
             else:
                 state.waiting, state.num_waiting = [], 0

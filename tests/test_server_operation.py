@@ -371,12 +371,13 @@ def test_a_taken_port_is_found_out_late() -> None:
 
 def test_prompts_are_in_the_log_unasked(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     for log_prompts in (False, True):
-        with running(open_tiny(model), log_prompts=log_prompts) as server, caplog.at_level(logging.INFO, "foredraft.server"):
-            caplog.clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "foredraft.server"), running(open_tiny(model), log_prompts=log_prompts) as server:
             text = server.post("/v1/chat/completions", ask("a secret word")).json()["choices"][0]["message"]["content"]
-            lines = [JsonLines().format(record) for record in caplog.records]
-        assert ("a secret word" in lines[-1]) == log_prompts
-        assert json.loads(lines[-1]).get("answers", [text] if not log_prompts else None) == [text]
+        # A line comes after its answer, so it is there for certain only when the server has ended.
+        (line,) = [line for line in map(JsonLines().format, caplog.records) if json.loads(line)["event"] == "request"]
+        assert ("a secret word" in line) == log_prompts
+        assert json.loads(line).get("answers", [text] if not log_prompts else None) == [text]
 
 
 def test_metrics_are_wrong(model: Path) -> None:

@@ -91,8 +91,12 @@ def render(text: str, sections: Sections, page: str) -> str:
 
 def all_sections(root: Path) -> Sections:
     """What each section holds, made when it is asked for."""
-    bench, passes, experiments = (json.loads((root / path).read_text(encoding="utf-8")) for path in (BENCH, PASSES, EXPERIMENTS))
-    comparisons = [json.loads((root / path).read_text(encoding="utf-8")) for path in COMPARISONS]
+
+    def stored(path: Path) -> Any:
+        return json.loads((root / path).read_text(encoding="utf-8"))
+
+    bench, passes, experiments = map(stored, (BENCH, PASSES, EXPERIMENTS))
+    comparisons = [stored(path) for path in COMPARISONS]
     return {
         "bench-table": lambda: bench_table(bench),
         "bench-machine": lambda: bench_machine(bench),
@@ -100,11 +104,9 @@ def all_sections(root: Path) -> Sections:
         "bench-k": lambda: bench_sweep(bench, "k_sweep"),
         "bench-batch": lambda: bench_sweep(bench, "batch_sweep"),
         "bench-prediction": lambda: bench_prediction(bench),
-        "acceptance-table": lambda: acceptance_table(json.loads((root / ACCEPTANCE).read_text(encoding="utf-8"))),
-        "head-in-vllm": lambda: head_in_vllm(json.loads((root / HEAD_IN_VLLM).read_text(encoding="utf-8"))),
-        "never-backfires": lambda: backfire_table(
-            [json.loads((root / path).read_text(encoding="utf-8")) for path in NEVER_BACKFIRES]
-        ),
+        "acceptance-table": lambda: acceptance_table(stored(ACCEPTANCE)),
+        "head-in-vllm": lambda: head_in_vllm(stored(HEAD_IN_VLLM)),
+        "never-backfires": lambda: backfire_table([stored(path) for path in NEVER_BACKFIRES]),
         "experiments-table": lambda: experiments_table(experiments),
         "experiments-machine": lambda: experiments_machine(experiments),
         "experiments-numbers": lambda: experiments_numbers(experiments),
@@ -112,9 +114,9 @@ def all_sections(root: Path) -> Sections:
         "passes-machine": lambda: passes_machine(passes),
         "comparison-table": lambda: comparison_table(comparisons),
         "comparison-machine": lambda: comparison_machine(comparisons),
-        "load": lambda: load_text(json.loads((root / LOAD).read_text(encoding="utf-8"))),
-        "servers": lambda: servers_text(json.loads((root / SERVERS).read_text(encoding="utf-8"))),
-        "plan-machine": lambda: plan_text(json.loads((root / PLAN).read_text(encoding="utf-8"))),
+        "load": lambda: load_text(stored(LOAD)),
+        "servers": lambda: servers_text(stored(SERVERS)),
+        "plan-machine": lambda: plan_text(stored(PLAN)),
         "plan-numbers": lambda: plan_text(computed_plan(alpha=0.7, emit="vllm")),
         "plan-alphas": lambda: plan_text(computed_plan()),
         "hardware": hardware_table,

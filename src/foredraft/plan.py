@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import Any
 
+from foredraft.drafters import registry
 from foredraft.forecast import (
     LARGEST_BATCH,
     MemoryTable,
@@ -39,7 +40,6 @@ from foredraft.plan_setting import (
 )
 from foredraft.vllm_config import NO_TARGET_NAME, VllmPlan, remarks, serve_command, speculative_config
 
-AUTO = "auto"
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -135,7 +135,7 @@ def _forecasts(setting: Setting, memory: Mapping[str, MemoryTable], batch: int) 
     rows = [forecast(method, batch, setting.context, setting.machines) for method in setting.methods]
     found = [{**asdict(row), "verdict": row.verdict, "fits": batch <= memory[row.method].num_requests} for row in rows]
     if len(rows) > 1:
-        best = best_of(AUTO, rows)
+        best = best_of(registry.AUTO, rows)
         found.append({**asdict(best), "verdict": best.verdict, "fits": all(row["fits"] for row in found)})
     return found
 

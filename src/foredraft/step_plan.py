@@ -156,7 +156,7 @@ class StepPlan:
             # Where a draft is there that pays, another is asked for only if it is better as a rule: of two drafts the one that
             # looks better often only looks so.
             is_fallback = slot.was_asked and slot.net <= 0.0
-            gain = self._room * (track.gains.fallback if is_fallback else track.gains.own).mean - max(0.0, slot.net)
+            gain = self._room * (track.gains.fallback if is_fallback else track.gains.own).mean - slot.net
             is_wanted = not slot.only or slot.only == name
             track.is_on = is_wanted and self._share * gain > max(0.0, (STAY_ON if track.is_on else TURN_ON) * least)
             if track.is_on:

@@ -140,8 +140,8 @@ def test_k_of_zero_for_long_keeps_few_states_and_reads_none() -> None:
 def _never(plan: Any) -> Any:
     """A controller's plan that asks nobody."""
 
-    def planned(ready: Any, limits: Any, load: Any, num_rows_left: int) -> Any:
-        return plan(ready, [0] * len(limits), load, num_rows_left)
+    def planned(ready: Any, limits: Any, *others: Any) -> Any:
+        return plan(ready, [0] * len(limits), *others)
 
     return planned
 

@@ -8,7 +8,7 @@ A step goes: ``plan``, for each of ``StepPlan.asks()`` a proposal that is told b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from foredraft.cost import PassWork
@@ -21,9 +21,14 @@ from foredraft.types import Sequence
 class Controller(Ledger):
     """Plans every step of an engine and learns from it; for the arguments see Ledger, for the trace ``replay_decision``."""
 
-    def plan(self, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> StepPlan:
-        """Begin a step: a draft can continue ``seqs``, each by at most ``limits[i]`` tokens; ``work`` is all else in the pass."""
-        return StepPlan(self, seqs, limits, work, num_rows_left)
+    def plan(
+        self, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int, readers: Collection[str] = ()
+    ) -> StepPlan:
+        """Begin a step: a draft can continue ``seqs``, each by at most ``limits[i]`` tokens; ``work`` is all else in the pass.
+
+        ``readers`` are the drafters that read what passes computed: they have nothing to say of a prompt before its pass.
+        """
+        return StepPlan(self, seqs, limits, work, num_rows_left, readers)
 
     def snapshot(self) -> dict[str, Any]:
         """What the controller knows, for metrics: per drafter its cost, acceptance by position and expected net gain."""

@@ -89,6 +89,7 @@ class Engine:
         self._target = target
         self._kv = kv
         self._drafters = drafters
+        self._readers = frozenset(name for name, drafter in drafters.items() if drafter.hidden_layers)
         self._taps_of: dict[frozenset[tuple[str, ...]], tuple[int, ...]] = {}
         self._rule = rule
         self._clock = clock
@@ -177,7 +178,7 @@ class Engine:
         ready = [item.seq for item in work if item.complete]
         limits = [most_drafts(seq, self._target.max_model_len) for seq in ready]
         load = PassWork(sum(item.num_rows for item in work), sum(item.seq.num_computed for item in work))
-        return self.controller.plan(ready, limits, load, num_rows_left)
+        return self.controller.plan(ready, limits, load, num_rows_left, self._readers)
 
     def _draft(self, work: list[_Work], plan: StepPlan) -> None:
         ready = [item for item in work if item.complete]

@@ -6,6 +6,7 @@ drafter is a name with a cost and a record.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -115,9 +116,9 @@ class Ledger:
             found.append(idle[self._probe_turn % len(idle)])
         return found
 
-    def settle(self, seq: Sequence, tracks: Mapping[str, Track]) -> None:
+    def settle(self, seq: Sequence) -> None:
         """Let a sequence rest when it has no drafter on."""
-        if any(track.is_on for track in tracks.values()):
+        if any(track.is_on for track in self._tracks[seq.seq_id].values()):
             self._resting.discard(seq.seq_id)
         else:
             self._resting.add(seq.seq_id)
@@ -193,7 +194,8 @@ class Ledger:
         self._num_steps += 1
         self._last = (num_slots, num_drafts)
         total = 1e-3 * sum(milliseconds.values())
-        earned = PROBE_SHARE * total / max(1, len(self._records))
+        # Where a row costs nearly what a token is worth, finding out who is right brings little.
+        earned = PROBE_SHARE * math.sqrt(self.room) * total / max(1, len(self._records))
         for record in self._records.values():
             share = earned if record.fruitless < PATIENCE else LEFT_FOR_FRUITLESS * earned
             record.credit = min(MAX_CREDIT_SECONDS, record.credit + share)

@@ -10,7 +10,7 @@ A draft that is not verified, or only in part, is still compared with what comes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +80,17 @@ class _Slot:
 class StepPlan:
     """One step: whom to ask, what was heard, what is taken, and what came of it."""
 
-    def __init__(self, ledger: Ledger, seqs: list[Sequence], limits: list[int], work: PassWork, num_rows_left: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        seqs: list[Sequence],
+        limits: list[int],
+        work: PassWork,
+        num_rows_left: int,
+        readers: Collection[str] = (),
+    ) -> None:
         self.seqs, self.work = seqs, work
-        self._limits = limits
+        self._limits, self._readers = limits, readers
         self._slots: dict[int, _Slot] = {}
         self._ledger = ledger
         self._num_rows_left = num_rows_left
@@ -98,18 +106,20 @@ class StepPlan:
         fixed = [i for i, seq in enumerate(self.seqs) if not seq.adaptive and seq.drafters and limits[i]]
         wishes = dict(zip(fixed, share([limits[i] for i in fixed], self._num_rows_left), strict=True))
         awake = ledger.awake(self.seqs, limits)
-        self._slots = {i: _Slot(self.seqs[i], limits[i], ledger.tracks(self.seqs[i])) for i in (*fixed, *awake)}
+        self._slots = {i: _Slot(self.seqs[i], limits[i], self._tracks(self.seqs[i])) for i in (*fixed, *awake)}
         if fixed:
             yield from self._fixed_asks({i: wish for i, wish in wishes.items() if wish})
         if not awake:
             return
-        self._price, self._worth = ledger.prices(len(self.seqs), ledger.plain_seconds(self.work, len(self.seqs)))
+        # What else is in this pass, as a prompt, makes it longer, but time no cheaper.
+        alone = PassWork(len(self.seqs), self.work.keys_read)
+        self._price, self._worth = ledger.prices(len(self.seqs), ledger.plain_seconds(alone, len(self.seqs)))
         here = PassWork(self.work.num_rows + sum(wishes.values()), self.work.keys_read)
         seconds = ledger.cost.row_seconds(here, len(awake), max(limits[i] for i in awake))
         self._row_prices = [self._price * one for one in seconds]
         self._room = ledger.room = room(self._row_prices, self._worth)
         slots = {i: self._slots[i] for i in awake}
-        kinds = dict.fromkeys(slot.seq.drafters for slot in slots.values())
+        kinds = dict.fromkeys(tuple(slot.tracks) for slot in slots.values())
         records = {name: ledger.record(name) for kind in kinds for name in kind}
         order = sorted(records, key=lambda name: ledger.turn(records[name], self._price))
         self._begin_audit(slots, order, records)
@@ -118,7 +128,14 @@ class StepPlan:
             if ask is not None:
                 yield ask
         for slot in slots.values():
-            ledger.settle(slot.seq, slot.tracks)
+            ledger.settle(slot.seq)
+
+    def _tracks(self, seq: Sequence) -> dict[str, Track]:
+        """Of the drafters that can draft for a sequence in this step."""
+        tracks = self._ledger.tracks(seq)
+        if not self._readers or seq.num_pending == 1:
+            return tracks
+        return {name: track for name, track in tracks.items() if name not in self._readers}
 
     def _begin_audit(self, slots: Mapping[int, _Slot], order: list[str], records: Mapping[str, Record]) -> None:
         """Choose whom to ask: all in turn, or only one; now and then all are asked, to see who would have brought what."""
@@ -139,8 +156,8 @@ class StepPlan:
                 may_audit = False
 
     def _fixed_asks(self, wishes: Mapping[int, int]) -> Iterator[Ask]:
-        for name in dict.fromkeys(name for i in wishes for name in self.seqs[i].drafters):
-            asked = [i for i in wishes if name in self.seqs[i].drafters]
+        for name in dict.fromkeys(name for i in wishes for name in self._slots[i].tracks):
+            asked = [i for i in wishes if name in self._slots[i].tracks]
             yield Ask(name, asked, [wishes[i] for i in asked])
 
     def _free_ask(self, name: str, record: Record, candidates: Mapping[int, Track]) -> Ask | None:
@@ -197,7 +214,8 @@ class StepPlan:
     def hear(self, ask: Ask, drafts: list[Draft], seconds: float) -> None:
         """Take the drafts of an ask, which took ``seconds``, and keep the best for each sequence."""
         record = self._ledger.record(ask.drafter)
-        record.cost.observe(len(ask.slots), max(ask.num_tokens), seconds)
+        if record.cost.is_known or any(draft.tokens for draft in drafts):  # what its first drafts take, it tells by making some
+            record.cost.observe(len(ask.slots), max(ask.num_tokens), seconds)
         self._calls.names.append(ask.drafter)
         self._calls.seconds += seconds
         if ask.drafter in self._calls.probed:

@@ -5,8 +5,8 @@ head is computed or loaded, or what the verification rule does with a draft.
 
 ``observe`` only keeps the states of tokens that stand.  ``propose`` first reads what waits, of all sequences together in one pass,
 which writes keys and values of true states over those of drafts, and yields each first draft token; then it runs one row per
-sequence
-for every further one, with the head's own output in place of a state.  A sequence that never drafts costs a copy of its states.
+sequence for every further one, with the head's own output in place of a state.  A sequence that never drafts costs a copy of its
+states, and a prompt is read only where drafts are asked for.
 
 Tokens are drawn as those of a draft model: from the one distribution of the row, here over the draft vocabulary, and under the
 coupled rule with the very noise that the target will use at that position.
@@ -21,14 +21,16 @@ import numpy as np
 from foredraft.config import SpeculativeConfig
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.eagle_blocks import HeadBlocks
-from foredraft.drafters.eagle_pass import HeadPass, HeadRunner, Int32s, next_rows
+from foredraft.drafters.eagle_pass import HeadPass, HeadRunner, Int32s, next_rows, warm_up
 from foredraft.kv_cache import KVCache
 from foredraft.sampling import PositionNoise, distribution, is_adjusted, noise_for, top_probability
 from foredraft.types import ConfigError, Distribution, Draft, FloatArray, IntArray, Sequence, Verdict
 
-# States of so many tokens may wait.  Those of a prompt are then read; a sequence that answers without drafting forgets the older
-# half.
-MAX_WAITING = 128
+# States of so many tokens may wait, those of a prompt until its answer's first draft would be due.  More are read if the head is in
+# much use; if not, the older ones are forgotten.
+MAX_WAITING, MAX_PROMPT_WAITING = 128, 1024
+# Use: of late, the share of passes before which a sequence asked.  With little, only the newest states are read for a draft.
+USE_RATE, MUCH_USE, LITTLE_USE, FIRST_USE = 0.01, 0.1, 0.05, 0.06
 # What waits when a sequence ends is still read if it is so little, so that a later request finds all of a shared prefix.
 MAX_READ_AT_END = 32
 
@@ -58,12 +60,16 @@ class _State:
         return self.start + self.num_waiting
 
     def push(self, states: FloatArray) -> None:
-        # A copy, since they may be rows of a far larger array of the whole pass.
-        self.waiting.append(states.copy())
+        # A few rows of the array of a whole pass must not keep all of it.
+        is_part = states.base is not None and states.base.size > 2 * states.size
+        self.waiting.append(states.copy() if is_part else states)
         self.num_waiting += len(states)
 
-    def forget(self, num: int) -> None:
-        """Drop the oldest ``num`` states: what comes then attends to nothing before."""
+    def keep(self, most: int) -> None:
+        """Where more than ``most`` states wait, drop all but the newest: what comes then attends to nothing before."""
+        if self.num_waiting <= most:
+            return
+        num = self.num_waiting - most // 2
         self.start, self.num_waiting = self.start + num, self.num_waiting - num
         while num >= len(self.waiting[0]):
             num -= len(self.waiting.pop(0))
@@ -127,6 +133,7 @@ class EagleDrafter:
         self._max_positions, self._max_num_rows = max_positions, max_num_batched_tokens
         self._stream, self._with_probs = stream, with_probs
         self._states: dict[int, _State] = {}
+        self._use = FIRST_USE
 
     def open(self, seq: Sequence) -> None:
         """Take over what the target's prefix cache has of the sequence, as far back as the head has filled it."""
@@ -141,6 +148,10 @@ class EagleDrafter:
 
     def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
         """One draft per sequence, at most ``num_tokens[i]`` tokens."""
+        if self._use < LITTLE_USE:
+            for seq in seqs:
+                self._states[seq.seq_id].keep(MAX_WAITING)
+        self._use += USE_RATE * len(seqs)
         jobs = [self._start(seq, num) for seq, num in zip(seqs, num_tokens, strict=True)]
         for greedy in (True, False):
             alike = [job for job in jobs if job.num_wanted and self._is_greedy(job) is greedy]
@@ -154,24 +165,25 @@ class EagleDrafter:
     def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Keep the states; they are read when a draft is asked for, or when there are many."""
         assert hidden is not None, "the head needs hidden states"
+        self._use -= USE_RATE * self._use
         state, end = self._states[seq.seq_id], seq.num_computed
         if end > self._max_positions:
             state.waiting, state.num_waiting = [], 0
             return
         assert state.end == end - len(hidden), f"states up to {state.end} are known, and those of {end - len(hidden)} .. {end} came"
         state.push(hidden)
-        while state.num_waiting > MAX_WAITING:
-            if seq.num_output > 1:
-                state.forget(state.num_waiting - MAX_WAITING // 2)
-            else:
-                self._read([seq])
+        most = MAX_WAITING if seq.num_output > 1 else MAX_PROMPT_WAITING
+        if self._use < MUCH_USE:
+            state.keep(most)
+        while state.num_waiting > most:
+            self._read([seq])
 
     def close(self, seq: Sequence) -> None:
         """Forget the sequence, but not what its blocks hold."""
         state = self._states.get(seq.seq_id)
         if state is None:
             return
-        if state.has_drafted and 0 < state.num_waiting <= MAX_READ_AT_END:
+        if state.has_drafted and self._use >= LITTLE_USE and 0 < state.num_waiting <= MAX_READ_AT_END:
             self._read([seq])
         del self._states[seq.seq_id]
 
@@ -368,6 +380,7 @@ def create(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         raise ConfigError(f"method {config.method!r} cannot load heads here; choose 'ngram' or 'suffix'.")
     num_scratch = scratch_blocks(config.num_speculative_tokens, context.max_num_seqs, context.kv.block_size)
     head = context.load_head(config.model, num_scratch)
+    warm_up(head.runner)
     return EagleDrafter(
         head.runner,
         context.kv,

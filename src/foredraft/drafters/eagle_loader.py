@@ -17,7 +17,7 @@ import numpy as np
 from foredraft.architecture import Architecture, Weight
 from foredraft.drafters import eagle_native
 from foredraft.drafters.context import Head
-from foredraft.drafters.eagle import MAX_WAITING
+from foredraft.drafters.eagle import MAX_PROMPT_WAITING, MAX_WAITING
 from foredraft.drafters.eagle_file import HeadFile, fitted, open_head
 from foredraft.drafters.eagle_pass import HeadRunner
 from foredraft.drafters.ngram_table import TargetIdentity
@@ -110,6 +110,7 @@ def head_bytes(
             kv_per_token=config.kv_values_per_token * size,
             scratch=size * num_rows * widths,
         )
-    waiting = 4 * config.num_states * config.target_hidden_size * (max_num_seqs * MAX_WAITING + num_rows)
+    num_waiting = max_num_seqs * MAX_WAITING + MAX_PROMPT_WAITING + num_rows
+    waiting = 4 * config.num_states * config.target_hidden_size * num_waiting
     features = -(-4 * config.hidden_size // block_size)
     return ModelBytes(parts.weights, parts.kv_per_token + features, parts.scratch + waiting)

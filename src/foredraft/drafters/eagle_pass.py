@@ -124,3 +124,12 @@ def next_rows(rows: HeadPass, chosen: npt.NDArray[Any], tokens: Int32s, outputs:
         features=np.array(outputs, np.float32),
         logit_rows=np.arange(num, dtype=np.int32),
     )
+
+
+def warm_up(runner: HeadRunner) -> None:
+    """Draft two tokens in the last block, so that no request waits until the head's memory was touched for the first time."""
+    one, none = np.ones(1, np.int32), np.zeros(0, np.int32)
+    table, feature = np.array([runner.num_blocks - 1], np.int32), np.zeros((1, runner.hidden_size), np.float32)
+    start = np.zeros(1, np.int32)
+    rows = HeadPass(start, one, table, start, one, np.zeros((0, 1), np.float32), none, feature, start)
+    runner.draft(rows, np.array([2], np.int32))

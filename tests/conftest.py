@@ -17,6 +17,10 @@ settings.register_profile("foredraft", deadline=None, derandomize=True)
 settings.load_profile("foredraft")
 
 
+# Thousands of runs through code that other tests cover too: counting their lines makes them take twice as long.
+UNCOUNTED = ("test_exactness", "test_enumeration", "test_random_options", "test_controller_world")
+
+
 def pytest_configure() -> None:
     # Test processes that run side by side get a processor each: threads of passes wait for each other by spinning.
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -31,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith(UNCOUNTED):
+            item.add_marker(pytest.mark.no_cover)
     # Only on request: a model that cannot be fetched must fail the suite, or a green run would have proved less than it says.
     if not config.getoption("--offline"):
         return

@@ -149,7 +149,7 @@ def perplexity(llm: LLM, token_ids: list[int], window: int = 900) -> float:
         entries = llm.generate([chunk], params)[0].prompt_logprobs or []
         known = [entry[token].logprob for entry, token in zip(entries[1:], chunk[1:], strict=True) if entry is not None]
         total, count = total + sum(known), count + len(known)
-    assert count > 3000, count
+    assert count > 1700, count
     return math.exp(-total / count)
 
 
@@ -161,7 +161,7 @@ def test_computing_on_quantised_weights_costs_more_than_half_a_percent_of_perple
     )
     options: dict[str, Any] = {"device": "cpu", "max_model_len": 1024}
     reference = LLM("smollm2-135m", ops="torch", dtype="float32", **options)
-    token_ids = reference.checkpoint.tokenizer.encode(text)[:3700]
+    token_ids = reference.checkpoint.tokenizer.encode(text)[:1900]
     expected = perplexity(reference, token_ids)
     assert perplexity(LLM("smollm2-135m", ops="native", dtype="float32", **options), token_ids) == pytest.approx(expected, rel=1e-5)
     assert perplexity(LLM("smollm2-135m", ops="native", **options), token_ids) == pytest.approx(expected, rel=5e-3)

@@ -50,7 +50,7 @@ def test_a_json_answer_is_invalid_or_drafts_change_it(llm: LLM, script: ModuleTy
             }
             assert len(whole) >= 8, [output.finish_reason for output in outputs]
             assert {name: script.problem(name, text) for name, text in whole.items()} == dict.fromkeys(whole, "")
-        else:
+        elif method != "auto":  # which may find that no draft pays in so large a batch
             assert "accepted" in {origin for output in outputs for origin in output.origins}
     assert tokens["none"] == tokens["auto"] == tokens["ngram"] == tokens["draft_model"]
 

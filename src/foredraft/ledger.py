@@ -16,7 +16,7 @@ from foredraft.cost import PassCost, PassTimes, PassWork, Running
 from foredraft.records import AUDIT_RATE, AUDIT_WEIGHT, FIRST_GAIN, Audit, Record, Track
 from foredraft.types import Sequence
 
-PROBE_SHARE, STEPS_BETWEEN_PROBES = 0.008, 3
+PROBE_SHARE, LEAST_PROBES, STEPS_BETWEEN_PROBES = 0.008, 0.5, 3
 # After so many probes in turn that promised nothing a drafter is probed less.
 PATIENCE, LEFT_FOR_FRUITLESS = 40, 0.25
 # Time saved up for probes, so that a quiet hour does not end in a burst of them.
@@ -194,8 +194,8 @@ class Ledger:
         self._num_steps += 1
         self._last = (num_slots, num_drafts)
         total = 1e-3 * sum(milliseconds.values())
-        # Where a row costs nearly what a token is worth, finding out who is right brings little.
-        earned = PROBE_SHARE * math.sqrt(self.room) * total / max(1, len(self._records))
+        # Where a row costs nearly what a token is worth, finding out who is right brings less.
+        earned = PROBE_SHARE * max(LEAST_PROBES, math.sqrt(self.room)) * total / max(1, len(self._records))
         for record in self._records.values():
             share = earned if record.fruitless < PATIENCE else LEFT_FOR_FRUITLESS * earned
             record.credit = min(MAX_CREDIT_SECONDS, record.credit + share)

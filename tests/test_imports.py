@@ -39,6 +39,7 @@ ORDER = (
     "controller",
     "memory",
     "kv_cache",
+    "states",
     "ops",
     "model",
     "torch_model",

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from foredraft import cli, plan_measure
+from foredraft.config import SpeculativeConfig
 from foredraft.cost import PassTimes, PassWork
+from foredraft.dims import dims_of
+from foredraft.draft_parts import DraftParts
 from foredraft.forecast import LARGEST_BATCH
 from foredraft.hardware import GIB
+from foredraft.llm import LLM
 from foredraft.plan import run_plan
 from foredraft.plan_measure import depths, replayed_methods, seconds_of
 from foredraft.plan_options import PlanOptions
@@ -22,7 +26,7 @@ from foredraft.plan_setting import Subject
 from foredraft.plan_table import format_plan
 from foredraft.replay import Record, replay
 from foredraft.terminal import open_llm
-from foredraft.types import ConfigError
+from foredraft.types import ConfigError, SamplingParams
 
 MODEL = "smollm2-135m"
 SMALL = {"hardware": "h100", "target_params": 8e9}
@@ -290,7 +294,27 @@ def test_this_machine_is_planned_for_without_being_measured(
     assert "timing passes [3/3]" in err and "answering plainly [6/6]" in err
     assert "this machine" in out and "ms more for each emitted token" in out
     assert "6 built-in prompts" in out
-    assert out.count(" ngram ") >= 2 and "texts shared between requests" in out
+    assert out.count(" ngram ") >= 2 and out.count(" eagle3 ") >= 2 and "statistics of drafters" in out
+
+
+@pytest.mark.model
+def test_what_is_shipped_is_planned_without_or_a_head_is_replayed_otherwise_than_it_drafts() -> None:
+    """Of one answer: the passes of a replay are those that the engine ran."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for name in ("suffix", "eagle3"):
+        config = {"method": name, "num_speculative_tokens": 2, "adaptive": False, "suffix_decoding_max_cached_requests": 0}
+        llm = LLM(MODEL, device="cpu", speculative_config=config, enable_prefix_caching=False)
+        output = llm.generate([llm.chat_prompt([{"role": "user", "content": "Name three rivers of Europe."}])], params)[0]
+        record = Record([*output.prompt_token_ids, *output.outputs[0].token_ids], len(output.prompt_token_ids))
+        options = PlanOptions(model=MODEL, num_speculative_tokens=2)
+        if name == "eagle3":
+            parts = DraftParts(llm.checkpoint, llm.config, SpeculativeConfig())
+            method = plan_measure._replayed_head(options, [record], llm, parts, print)
+        else:
+            subject = Subject(MODEL, dims_of(llm.checkpoint.architecture, MODEL), llm.checkpoint.tokenizer, llm.checkpoint)
+            method = replayed_methods(options, [record], subject, None, print, [])[1]
+        assert method.name == name
+        assert method.outcomes[1].tokens == output.metrics.speculation.acceptance_length > 1.05
 
 
 @pytest.mark.model

@@ -5,11 +5,14 @@ Owns: which buffers a configuration has, and refusing what does not fit.  Does n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.drafters.eagle_file import HeadFile
 from foredraft.loader import Checkpoint
 from foredraft.memory import (
+    DrafterBytes,
     MemoryPlan,
     ModelBytes,
     check_cache_fits,
@@ -25,6 +28,29 @@ from foredraft.types import ConfigError
 
 # Rows of the vocabulary in float64 that sampling works on.
 SAMPLING_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a configuration takes, whatever the size of its cache; ``draft`` is of draft model and head together."""
+
+    target: ModelBytes
+    draft: ModelBytes | None
+    statistics: DrafterBytes
+    logits: int
+
+    def plan(self, num_blocks: int, block_size: int, max_model_len: int, libraries: int) -> MemoryPlan:
+        """With a cache of so many blocks."""
+        return make_plan(
+            self.target,
+            self.draft,
+            self.statistics,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            logits=self.logits,
+            libraries=libraries,
+        )
 
 
 def plan_memory(
@@ -55,40 +81,44 @@ def plan_memory(
         raise ConfigError(f"max_model_len must be at most {most}, the context of {checkpoint.name}, not {context}; lower it.")
     libraries = _held_bytes([model for model in (checkpoint, draft) if model is not None], config)
     free = free_bytes(resolve_device(config.device)) if within is None else max(0, within - libraries)
-    target_bytes, statistics = _bytes_of(checkpoint, config, context), registry.memory(speculative, sources)
-    draft_bytes = None if draft is None else _bytes_of(draft, config, min(context, draft.architecture.max_position_embeddings))
-    if head is not None:
-        beside = _head_bytes(head, checkpoint, config, context)
-        draft_bytes = beside if draft_bytes is None else draft_bytes + beside
-
-    def plan(num_blocks: int, max_model_len: int) -> MemoryPlan:
-        return make_plan(
-            target_bytes,
-            draft_bytes,
-            statistics,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            logits=_logits_bytes(checkpoint, config, speculative),
-            libraries=libraries,
-        )
-
-    empty = plan(0, context)
+    buffers = buffers_of(checkpoint, draft, config, speculative, head=head, sources=sources, max_model_len=context)
+    empty = buffers.plan(0, config.block_size, context, libraries)
     check_weights_fit(checkpoint.name if draft is None else f"{checkpoint.name} with {draft.name}", empty, free)
     left = free - (empty.total - libraries)
-    per_token = [model.kv_per_token for model in (target_bytes, draft_bytes) if model is not None]
+    per_token = [model.kv_per_token for model in (buffers.target, buffers.draft) if model is not None]
     if within is not None:
         budget = left
-        num_blocks = plan_kv_blocks(budget, [*per_token, statistics.per_token], config.block_size)
+        num_blocks = plan_kv_blocks(budget, [*per_token, buffers.statistics.per_token], config.block_size)
     else:
         budget = config.kv_cache_memory or default_kv_bytes(sum(per_token), context, left)
         num_blocks = plan_kv_blocks(budget, per_token, config.block_size)
     if config.max_model_len is None and (within is not None or config.kv_cache_memory is None):
         context = min(context, num_blocks * config.block_size)
     check_context_fits(num_blocks, config.block_size, context, budget)
-    full = plan(num_blocks, context)
+    full = buffers.plan(num_blocks, config.block_size, context, libraries)
     check_cache_fits(full, free)
     return full
+
+
+def buffers_of(
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    *,
+    head: HeadFile | None = None,
+    sources: registry.Sources | None = None,
+    max_model_len: int,
+) -> Buffers:
+    """What ``plan_memory`` plans with, whether it fits or not."""
+    beside = None
+    if draft is not None:
+        beside = _bytes_of(draft, config, min(max_model_len, draft.architecture.max_position_embeddings))
+    if head is not None:
+        of_head = _head_bytes(head, checkpoint, config, max_model_len)
+        beside = of_head if beside is None else beside + of_head
+    statistics, logits = registry.memory(speculative, sources), _logits_bytes(checkpoint, config, speculative)
+    return Buffers(_bytes_of(checkpoint, config, max_model_len), beside, statistics, logits)
 
 
 def _held_bytes(checkpoints: list[Checkpoint], config: EngineConfig) -> int:

@@ -95,8 +95,7 @@ def _assumed(options: PlanOptions, alpha: float) -> Method:
 def _memory(options: PlanOptions, setting: Setting) -> list[MemoryTable]:
     tables = []
     for method in (None, *(setting.methods or [_assumed(options, 0.5)])):
-        target, draft = setting.token_bytes
-        per_token = target + (draft if method is not None and method.runs_model else 0.0)
+        per_token = setting.token_bytes(method)
         name = "none" if method is None else method.name
         tables.append(memory_table(name, setting.memory_bytes, setting.buffers(method), per_token, setting.context))
     return tables

@@ -6,15 +6,20 @@ Owns: what is run, how often, and how it becomes guesses at a machine and ways t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foredraft.calibration import Identity, pass_times
+from foredraft.capacity import Buffers, buffers_of
 from foredraft.config import SpeculativeConfig
 from foredraft.cost import PassTimes, PassWork
 from foredraft.dims import dims_of
+from foredraft.draft_parts import DraftParts
 from foredraft.drafters import registry
 from foredraft.drafters.context import DrafterContext, DraftModel
+from foredraft.drafters.ngram_table import TargetIdentity
+from foredraft.drafters.shipped import Target as ShippedTarget
 from foredraft.forecast import Machine, Method, PassSeconds, with_replays
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint
@@ -28,11 +33,11 @@ from foredraft.plan_setting import (
     chosen_context,
     computed,
     log_records,
-    logits_bytes,
     open_draft,
 )
 from foredraft.replay import Record, Replay, replay
 from foredraft.request_log import Prompt, read_prompts
+from foredraft.states import states_of
 from foredraft.types import PHASES, RequestError, SamplingParams, Target
 from foredraft.workloads import CATEGORIES, WORKLOADS
 
@@ -44,9 +49,8 @@ BLOCK_SIZE = 16
 NUM_CALIBRATIONS, CALIBRATION_SECONDS, CALIBRATION_TOKENS = 3, 1.0, 1024
 BUILT_IN_TOKENS, MEASURED_TOKENS, DRAFT_TOKENS = 64, 128, 2000
 REPLAYED = ("ngram", "suffix")
-# Bytes of index that a token of text takes at most, by tracemalloc over text that never repeats.
-INDEX_BYTES: Mapping[str, int] = {"ngram": 600, "suffix": 400}
-SHARED_BYTES: Mapping[str, int] = {"suffix": SpeculativeConfig().suffix_decoding_max_bytes}
+# What replay.replay calls its sequence.
+REPLAYED_ID = 0
 
 Report = Callable[[str], None]
 OpenLLM = Callable[..., "LLM"]
@@ -60,20 +64,51 @@ def replayed_methods(
 ) -> list[Method]:
     """n-gram and suffix drafters for each K, and the draft model if there is one, over recorded requests."""
     ceiling = options.num_speculative_tokens
-    longest = max(len(record.tokens) for record in records)
-    context = DrafterContext(vocab_size=1 + max(max(record.tokens) for record in records), max_model_len=longest + ceiling)
+    context, sources = _for_statistics(records, target, ceiling)
     methods = []
     for name in REPLAYED:
         report(f"replaying {len(records)} requests with {name}")
         replays: dict[int, list[Replay]] = {}
         for k in depths(ceiling):
             # A new drafter for each K, which learns from one request for the next as it does in an engine.
-            drafter = registry.create(name, SpeculativeConfig(method=name, num_speculative_tokens=k), context)
+            config = SpeculativeConfig(method=name, num_speculative_tokens=k)
+            drafter = registry.create(name, sources.settings(name, config), context)
             replays[k] = [replay(drafter, record.tokens, record.num_prompt, k) for record in records]
         methods.append(with_replays(name, replays))
     if draft is not None:
         methods.append(_replayed_draft_model(options, records, target, draft, report, notes))
     return methods
+
+
+def _for_statistics(records: list[Record], target: Subject, ceiling: int) -> tuple[DrafterContext, registry.Sources]:
+    """What drafters without a model are made with, and the statistics that are shipped for a target that is open."""
+    longest = ceiling + max(len(record.tokens) for record in records)
+    if target.checkpoint is None:
+        return DrafterContext(1 + max(max(record.tokens) for record in records), longest), registry.Sources()
+    checkpoint = target.checkpoint
+    architecture, vocabulary = checkpoint.architecture, checkpoint.tokenizer.vocabulary
+    context = DrafterContext(architecture.vocab_size, longest, model=checkpoint.name, vocabulary=vocabulary)
+    sizes = architecture.vocab_size, architecture.hidden_size, architecture.num_layers
+    made_for = ShippedTarget(*sizes, lambda: TargetIdentity.of(checkpoint.name, architecture.vocab_size, vocabulary()))
+    return context, registry.sources(SpeculativeConfig(method="suffix"), made_for)
+
+
+def _replayed_head(options: PlanOptions, records: list[Record], llm: LLM, parts: DraftParts, report: Report) -> Method:
+    """The head that is shipped for the target, which is run once more over some records for the states that it reads."""
+    name, some, kv = parts.sources.head_kind or "", _some(records), llm.kv
+    report(f"replaying {len(some)} requests with {name}")
+    replays: dict[int, list[Replay]] = {k: [] for k in depths(options.num_speculative_tokens)}
+    for k, found in replays.items():
+        config = parts.sources.settings(name, SpeculativeConfig(method=name, num_speculative_tokens=k))
+        drafter = registry.create(name, config, parts.context(llm.target, kv))
+        for record in some:
+            states = states_of(llm.target, kv, record.tokens[:-1], drafter.hidden_layers, llm.config.max_num_batched_tokens)
+            # Keys and values of the head lie beside the target's.
+            kv.open(REPLAYED_ID, record.tokens, reuse=False)
+            assert kv.reserve(REPLAYED_ID, len(record.tokens)), "the cache is in use"
+            found.append(replay(drafter, record.tokens, record.num_prompt, k, states=states))
+            kv.close(REPLAYED_ID)
+    return with_replays(name, replays)
 
 
 def depths(ceiling: int) -> list[int]:
@@ -157,6 +192,9 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
         methods = replayed_methods(options, records, target, draft, report, notes)
     if not options.is_here:
         return computed(options, target, draft, methods, notes)
+    parts = DraftParts(llm.checkpoint, llm.config, SpeculativeConfig())
+    if options.alpha is None and parts.head is not None:
+        methods.append(_replayed_head(options, records, llm, parts, report))
     small = None if draft is None or draft.checkpoint is None else open_draft_model(draft.checkpoint, CALIBRATION_TOKENS)
     machines, times = _machines(llm, small, token_seconds, report)
     notes.append(
@@ -164,17 +202,18 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
         "as many rows of one sequence do; K is fixed for all requests, which an engine that adapts K can better."
     )
     memory_bytes = 2**30 * options.memory_gib if options.memory_gib is not None else float(free_bytes)
-    token_bytes = llm.target.kv_bytes / (llm.kv.num_blocks * llm.kv.block_size)
-    draft_bytes = small[1].kv_bytes / (small[0].kv.num_blocks * BLOCK_SIZE) if small is not None else 0.0
-    weights = float(llm.target.weight_bytes), float(small[1].weight_bytes) if small is not None else 0.0
+
+    def buffers(method: Method | None) -> Buffers:
+        return _buffers(options, llm, parts, draft, context, method)
+
     return Setting(
         target=target,
         draft=draft,
         machines=machines,
         methods=methods,
         memory_bytes=memory_bytes,
-        buffers=lambda method: _buffers(options, llm, weights, memory_bytes, context, method),
-        token_bytes=(token_bytes, draft_bytes),
+        buffers=lambda method: {"reserve (10 %)": RESERVED * memory_bytes, **_lines(buffers(method))},
+        token_bytes=lambda method: _token_bytes(buffers(method)),
         place=_place(llm, times, token_seconds, memory_bytes),
         context=context,
         notes=notes,
@@ -269,20 +308,39 @@ def seconds_of(times: PassTimes) -> PassSeconds:
 
 
 def _buffers(
-    options: PlanOptions, llm: LLM, weights: tuple[float, float], memory_bytes: float, context: int, method: Method | None
-) -> dict[str, float]:
-    """Bytes of every buffer but keys and values in this engine; None decodes plainly."""
-    architecture, name = llm.checkpoint.architecture, "none" if method is None else method.name
-    rows = llm.config.max_num_batched_tokens
+    options: PlanOptions, llm: LLM, parts: DraftParts, draft: Subject | None, context: int, method: Method | None
+) -> Buffers:
+    """Of an engine with this method that serves the largest batch; None decodes plainly."""
+    name = registry.NONE if method is None else method.name
+    runs_model, has_head = method is not None and method.runs_model, name == parts.sources.head_kind
+    most = method.outcomes[-1].num_tokens if method is not None else 0
+    config = SpeculativeConfig(method=name, num_speculative_tokens=most, model=draft.name if draft and runs_model else None)
+    return buffers_of(
+        llm.checkpoint,
+        draft.checkpoint if draft is not None and runs_model else None,
+        replace(llm.config, max_num_seqs=max(options.batches)),
+        config,
+        head=parts.head if has_head else None,
+        sources=replace(parts.sources, head=parts.sources.head if has_head else None, draft_model=config.model),
+        max_model_len=context,
+    )
+
+
+def _lines(buffers: Buffers) -> dict[str, float]:
+    """Bytes of every buffer but keys and values, and what is kept for each of their tokens."""
+    plan = buffers.plan(0, BLOCK_SIZE, 1, 0)
     return {
-        "reserve (10 %)": RESERVED * memory_bytes,
-        "target weights": weights[0],
-        "draft weights": weights[1] if method is not None and method.runs_model else 0.0,
-        "logits rows": logits_bytes(options, architecture.vocab_size, method),
-        "scratch of a prompt's rows": 4.0 * rows * (4 * architecture.hidden_size + 3 * architecture.intermediate_size),
-        "index of the texts": float(INDEX_BYTES.get(name, 0) * context * max(options.batches)),
-        "texts shared between requests": float(SHARED_BYTES.get(name, 0)),
+        "target weights": plan.weights,
+        "draft weights": plan.draft_weights,
+        "logits rows": plan.logits,
+        "scratch of passes": plan.scratch,
+        "statistics of drafters": plan.statistics,
     }
+
+
+def _token_bytes(buffers: Buffers) -> float:
+    models = [buffers.target, *([buffers.draft] if buffers.draft is not None else [])]
+    return float(sum(model.kv_per_token for model in models) + buffers.statistics.per_token)
 
 
 def _place(llm: LLM, times: PassTimes, token_seconds: float, memory_bytes: float) -> dict[str, Any]:

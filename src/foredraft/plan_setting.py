@@ -52,8 +52,7 @@ class Subject:
 class Setting:
     """All that the figures are computed from.
 
-    ``buffers(method)`` are bytes by name, None being plain decoding; ``token_bytes`` are those of a cached token, of the target
-    and of the draft model.
+    ``buffers(method)`` are bytes by name, and ``token_bytes(method)`` those of a cached token, None being plain decoding.
     """
 
     target: Subject
@@ -62,7 +61,7 @@ class Setting:
     methods: Seq[Method]
     memory_bytes: float
     buffers: Callable[[Method | None], Mapping[str, float]]
-    token_bytes: tuple[float, float]
+    token_bytes: Callable[[Method | None], float]
     place: Mapping[str, Any]
     context: int
     notes: list[str] = field(default_factory=list)
@@ -144,7 +143,7 @@ def computed(options: PlanOptions, target: Subject, draft: Subject | None, metho
         methods=methods,
         memory_bytes=memory_bytes,
         buffers=lambda method: gpu_buffers(options, target.dims, small, dtype, memory_bytes, method),
-        token_bytes=(_token_bytes(target.dims, dtype), _token_bytes(small, dtype) if small is not None else 0.0),
+        token_bytes=lambda method: _token_bytes([target.dims, *([small] if small and _runs_model(method) else [])], dtype),
         place={
             "hardware": hardware.name,
             "source": hardware.source,
@@ -212,8 +211,12 @@ def log_records(path: str, target: Subject, notes: list[str]) -> list[Record]:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def _token_bytes(dims: ModelDims, dtype: str) -> float:
-    return dims.kv_per_token * kv_bytes_per_value(dtype)
+def _token_bytes(models: Seq[ModelDims], dtype: str) -> float:
+    return sum(dims.kv_per_token for dims in models) * kv_bytes_per_value(dtype)
+
+
+def _runs_model(method: Method | None) -> bool:
+    return method is not None and method.runs_model
 
 
 def gpu_buffers(
@@ -224,11 +227,10 @@ def gpu_buffers(
     n-gram and suffix drafters keep their texts in the host's memory.
     """
     size = BYTES_PER_VALUE[dtype]
-    drafts = draft is not None and method is not None and method.runs_model
     return {
         "reserve (10 %)": RESERVED * memory_bytes,
         "target weights": target.num_params * size,
-        "draft weights": draft.num_params * size if drafts and draft is not None else 0.0,
+        "draft weights": draft.num_params * size if draft is not None and _runs_model(method) else 0.0,
         "logits rows": logits_bytes(options, target.vocab_size, method),
         "scratch of a prompt's rows": 2.0 * PROMPT_ROWS * (4 * target.hidden_size + 3 * target.intermediate_size),
     }

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -25,6 +24,7 @@ from foredraft.cost import PassTimes, PassWork
 from foredraft.kv_cache import KVCache
 from foredraft.lanes import PLAIN_WAY, Lane, Way
 from foredraft.llm import LLM
+from foredraft.states import states_of
 from foredraft.types import PHASES, Clock, Drafter, FloatArray, PassOutput, Rows, SamplingParams, SpeculationStats, StepStats
 
 OTHER_PHASES = tuple(phase for phase in PHASES if phase != "pass")
@@ -118,23 +118,6 @@ class RecordedTarget:
         return self._streams[block]
 
 
-def _states_of(llm: LLM, stream: Seq[int], taps: tuple[int, ...]) -> FloatArray:
-    """Hidden states of a recorded stream but its last token, which no pass reads; computed once more by the model itself."""
-    tokens, most, parts = list(stream[:-1]), llm.config.max_num_batched_tokens, list[FloatArray]()
-    seq_id = -1
-    llm.kv.open(seq_id, tokens, reuse=False)
-    try:
-        assert llm.kv.reserve(seq_id, len(tokens)), "the cache is in use"
-        for start in range(0, len(tokens), most):
-            rows = Rows(tokens[start : start + most], start, 0, llm.kv.block_table(seq_id))
-            hidden = llm.target.forward([rows], taps).hidden
-            assert hidden is not None
-            parts.append(hidden[0])
-    finally:
-        llm.kv.close(seq_id)
-    return np.concatenate(parts)
-
-
 @dataclass(frozen=True)
 class Rehearsed:
     """One batch: milliseconds by phase over all its steps from the first tokens on, those of the pass as calibrated."""
@@ -188,9 +171,12 @@ class Rehearsal:
         preset = PresetClock(clock)
         # Nothing is stored in these blocks, so there may be as many as in earnest.
         kv = KVCache(llm.kv.num_blocks, llm.kv.block_size, prefix_caching=False)
-        self._target = RecordedTarget(
-            llm.target.vocab_size, llm.max_model_len, preset, self._times.seconds, partial(_states_of, llm)
-        )
+
+        def states(stream: Seq[int], taps: tuple[int, ...]) -> FloatArray:
+            """Computed once more by the model itself; no pass reads the last token."""
+            return states_of(llm.target, llm.kv, stream[:-1], taps, llm.config.max_num_batched_tokens)
+
+        self._target = RecordedTarget(llm.target.vocab_size, llm.max_model_len, preset, self._times.seconds, states)
         self._lane = Lane(llm, way, count(), drafters=drafters, target=self._target, kv=kv, times=self._times, clock=preset)
 
     def play(

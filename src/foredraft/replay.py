@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from foredraft.types import Clock, ConfigError, Draft, Drafter, SamplingParams, Sequence, SpeculationStats, Verdict
+from foredraft.types import Clock, ConfigError, Draft, Drafter, FloatArray, SamplingParams, Sequence, SpeculationStats, Verdict
 
 
 class Record(NamedTuple):
@@ -109,6 +109,7 @@ def replay(
     params: SamplingParams | None = None,
     seed: int = 0,
     tenant: str = "",
+    states: FloatArray | None = None,
     clock: Clock = time.perf_counter,
 ) -> Replay:
     """Pass by pass, the drafts that ``drafter`` makes while ``tokens[num_prompt:]`` are emitted, and their outcomes.
@@ -122,12 +123,13 @@ def replay(
         max_tokens: what the request allowed; None takes the completion's length.  More says that the answer ended by itself.
         params, seed: of the request; a draft model draws its drafts by them (None is greedy).
         tenant: whose statistics are shared.
+        states: float32 [tokens - 1, ...], those that leave the drafter's ``hidden_layers``, where it reads any.
 
     Raises:
-        ConfigError: the drafter needs the target's hidden states, or drafts trees.
+        ConfigError: the drafter needs the target's hidden states and there are none, or it drafts trees.
     """
     assert 1 <= num_prompt < len(tokens) and num_tokens >= 0, (num_prompt, len(tokens), num_tokens)
-    if drafter.hidden_layers:
+    if drafter.hidden_layers and states is None:
         raise ConfigError("a drafter that reads the target's hidden states cannot be replayed over tokens alone; measure it.")
     seq = Sequence(
         seq_id=0,
@@ -147,7 +149,7 @@ def replay(
             start = clock()
             draft = drafter.propose([seq], [wanted])[0] if wanted else Draft()
             seconds = clock() - start if wanted else 0.0
-            passes.append(_judge(drafter, seq, draft, tokens, wanted, seconds))
+            passes.append(_judge(drafter, seq, draft, tokens, wanted, seconds, states))
         seq.finish_reason = "length" if most == seq.num_output else "stop"
     finally:
         drafter.close(seq)
@@ -160,7 +162,9 @@ def replay_all(drafter: Drafter, records: Iterable[Record], num_tokens: int, *, 
     return Replay(num_tokens, tuple(one for part in parts for one in part.passes))
 
 
-def _judge(drafter: Drafter, seq: Sequence, draft: Draft, tokens: list[int], wanted: int, seconds: float) -> ReplayedPass:
+def _judge(
+    drafter: Drafter, seq: Sequence, draft: Draft, tokens: list[int], wanted: int, seconds: float, states: FloatArray | None
+) -> ReplayedPass:
     """Commit the tokens that a pass would have emitted, and tell the drafter."""
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and only chains can be replayed; leave Draft.parents None.")
@@ -169,6 +173,7 @@ def _judge(drafter: Drafter, seq: Sequence, draft: Draft, tokens: list[int], wan
     num_accepted = next((i for i, (a, b) in enumerate(right) if a != b), min(len(drafted), len(tokens) - known))
     emitted = tuple(tokens[known : known + num_accepted + 1])
     seq.tokens.extend(emitted)
-    seq.num_computed = known + num_accepted
-    drafter.observe(seq, Verdict(emitted, num_accepted), None)
+    start, seq.num_computed = seq.num_computed, known + num_accepted
+    hidden = None if states is None else states[start : seq.num_computed]
+    drafter.observe(seq, Verdict(emitted, num_accepted), hidden)
     return ReplayedPass(len(drafted), num_accepted, len(emitted), seconds)

@@ -32,6 +32,7 @@ PASSES = Path("docs/data/passes_smollm2-135m_cpu.json")
 PLAN = Path("docs/data/plan_smollm2-135m_cpu.json")
 EXPERIMENTS = Path("docs/data/experiments_smollm2-135m_cpu.json")
 ACCEPTANCE = Path("docs/data/acceptance_smollm2-135m.json")
+ACCEPTANCE_OF_ITSELF = Path("docs/data/acceptance_smollm2-135m_itself.json")
 HEAD_IN_VLLM = Path("docs/data/vllm_head_smollm2-135m.json")
 NEVER_BACKFIRES = tuple(Path(f"docs/data/never_backfires_{name}.json") for name in ("q4_1", "q8_0"))
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
@@ -105,6 +106,7 @@ def all_sections(root: Path) -> Sections:
         "bench-batch": lambda: bench_sweep(bench, "batch_sweep"),
         "bench-prediction": lambda: bench_prediction(bench),
         "acceptance-table": lambda: acceptance_table(stored(ACCEPTANCE)),
+        "acceptance-of-itself": lambda: acceptance_table(stored(ACCEPTANCE_OF_ITSELF)),
         "head-in-vllm": lambda: head_in_vllm(stored(HEAD_IN_VLLM)),
         "never-backfires": lambda: backfire_table([stored(path) for path in NEVER_BACKFIRES]),
         "experiments-table": lambda: experiments_table(experiments),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes, PassWork
-from foredraft.ledger import LEFT_FOR_FRUITLESS, PROBE_SHARE, Calls
+from foredraft.ledger import LEAST_PROBES, LEFT_FOR_FRUITLESS, PROBE_SHARE, Calls
 from foredraft.planner import room
 from foredraft.step_plan import most_drafts, share
 from foredraft.types import PHASES, Draft, SamplingParams, Sequence
@@ -128,6 +128,56 @@ def test_a_drafter_that_never_brings_anything_is_probed_as_much_for_ever() -> No
     for ask in plan.asks():
         plan.hear(ask, [Draft((1, 1), confidence=(0.9, 0.9))], 1e-6)
     assert record.fruitless == 0
+
+
+def test_probing_takes_as_much_where_drafts_can_bring_little() -> None:
+    controller = Controller(PassTimes.unknown())
+    record, earned = controller.record("any"), []
+    for some in (1.0, 0.49, 0.01):
+        controller.room, record.credit = some, 0.0
+        controller.account(PassWork(1, 5), 1, 0, Calls(), 1, dict.fromkeys(PHASES, 0.2))
+        earned.append(record.credit)
+    assert earned == pytest.approx([PROBE_SHARE * 1e-3 * share for share in (1.0, 0.7, LEAST_PROBES)])
+
+
+def adaptive(num_computed: int) -> Sequence:
+    seq = make_sequence(4, num_prompt=300)
+    seq.drafters, seq.adaptive, seq.num_computed = ("any", "reader"), True, num_computed
+    return seq
+
+
+@pytest.mark.parametrize("is_adaptive", [True, False])
+def test_a_drafter_that_reads_states_is_asked_about_a_prompt_that_no_pass_computed(is_adaptive: bool) -> None:
+    for num_computed, expected in ((0, {"any"}), (299, {"any", "reader"})):
+        seq = adaptive(num_computed)
+        seq.adaptive = is_adaptive
+        plan = Controller(PassTimes.unknown()).plan([seq], [4], PassWork(seq.num_pending, num_computed), 100, ("reader",))
+        asked = set()
+        for ask in plan.asks():
+            asked.add(ask.drafter)
+            plan.hear(ask, [Draft()], 1e-6)
+        assert asked == expected
+        assert seq.seq_id not in plan._ledger._resting
+
+
+def test_a_prompt_in_the_same_pass_makes_time_look_cheap() -> None:
+    prices = []
+    for num_rows in (1, 200):
+        plan = Controller(PassTimes.unknown()).plan([adaptive(299)], [4], PassWork(num_rows, 299), 100)
+        next(plan.asks())
+        prices.append(plan._price)
+    assert prices[0] == prices[1] > 0.0
+
+
+def test_calls_that_found_nothing_tell_what_a_draft_takes() -> None:
+    controller = Controller(PassTimes.unknown())
+    cost = controller.record("any").cost
+    for drafted, is_known in (((), False), ((), False), ((1,), False), ((1,), True)):
+        plan = controller.plan([adaptive(299)], [4], PassWork(1, 299), 100)
+        ask = next(ask for ask in plan.asks() if ask.drafter == "any")
+        plan.hear(ask, [Draft(drafted)], 1e-6 if not drafted else 1e-3)
+        assert cost.is_known == is_known
+    assert cost.seconds(1, 1) == pytest.approx(1e-3)
 
 
 def test_row_prices_that_rise_leave_a_drafter_as_promising_as_before() -> None:

@@ -137,6 +137,31 @@ def test_k_of_zero_for_long_keeps_few_states_and_reads_none() -> None:
     assert seq.stats.drafted_tokens and drafter_of(lab)._states == {}
 
 
+def test_a_prompt_is_read_although_nobody_asks_or_kept_for_ever() -> None:
+    target = TableTarget(num_blocks=256, max_model_len=512)
+    lab = lab_with(target, max_positions=512)
+    lab.engine.controller.plan = _never(lab.engine.controller.plan)  # type: ignore[method-assign]
+    asked = request(tuple(i * i % 7 for i in range(3 * MAX_WAITING)), max_tokens=30)
+    seq = asked.sequence("head", 3)
+    lab.engine.add(seq)
+    while seq.num_output < 3:
+        lab.step()
+    assert rows_read(lab) == 0
+    assert drafter_of(lab)._states[0].num_waiting <= MAX_WAITING
+    del lab.engine.controller.plan
+    lab.finish()
+    assert Outcome.of(seq) == plain(asked, TableTarget(num_blocks=256, max_model_len=512))
+    assert seq.stats.drafted_tokens and 0 < rows_read(lab) < 2 * MAX_WAITING
+
+
+def test_a_head_that_is_asked_forgets_what_waits() -> None:
+    """Of a request that asks in every step the whole prompt is read, and all that comes."""
+    target = TableTarget(num_blocks=256, max_model_len=512)
+    lab = lab_with(target, max_positions=512)
+    run(lab, request(tuple(i * i % 7 for i in range(3 * MAX_WAITING)), max_tokens=60))
+    assert rows_read(lab) >= 3 * MAX_WAITING
+
+
 def _never(plan: Any) -> Any:
     """A controller's plan that asks nobody."""
 

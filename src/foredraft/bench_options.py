@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.config import MeasuredEngine, SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.lanes import PLAIN, Way
 from foredraft.types import MAX_SPECULATIVE_TOKENS, ConfigError, refuse_unknown
@@ -23,14 +23,14 @@ LARGEST_BATCH = 64
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(MeasuredEngine):
     """What to measure.
 
     ``methods`` are compared with plain decoding, which always runs.  ``categories`` None means all; ``limit`` keeps at most that
     many prompts of each.  ``dataset`` is a file for ``load_dataset`` and replaces the built-in prompts.  Repeat r samples with
     ``seed + r``.  ``k_sweep``: each K of it with each method, on the first prompt of each category; ``batch_sweep``: prompts of all
     categories that many at a time.  Either may be empty.  ``speculative_config`` holds further settings of the drafters, such as
-    ``model`` for ``draft_model``.  The rest are EngineConfig's.
+    ``model`` for ``draft_model``.  For the rest see MeasuredEngine.
 
     Raises:
         ConfigError: an unknown name, or a value out of its range.
@@ -49,12 +49,6 @@ class BenchOptions:
     k_sweep: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
     batch_sweep: tuple[int, ...] = (1, 2, 4, 8, 16)
     speculative_config: Mapping[str, Any] | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    ops: str = "auto"
-    threads: int | None = None
-    max_model_len: int | None = None
-    kv_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -100,11 +94,6 @@ class BenchOptions:
         method = registry.AUTO if named == PLAIN and registry.AUTO in self.methods else named
         options = {"method": method, "num_speculative_tokens": self.num_speculative_tokens}
         return SpeculativeConfig.parse({"suffix_decoding_max_bytes": SUFFIX_BYTES, **(self.speculative_config or {}), **options})
-
-    def engine_config(self) -> EngineConfig:
-        """The engine's sizes; a cached prefix would make a prompt's second run unlike its first."""
-        names = ("device", "dtype", "ops", "threads", "max_model_len", "kv_cache_memory")
-        return EngineConfig(enable_prefix_caching=False, **{name: getattr(self, name) for name in names})
 
     def ways(self) -> list[Way]:
         """The methods as they are compared; ``auto`` may draft as much as it does when nothing is said."""

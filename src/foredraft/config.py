@@ -170,6 +170,26 @@ class EngineConfig:
         return cls(**_known(cls, "engine option", options))
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredEngine:
+    """What a measurement lets its user choose of the engine: the fields of EngineConfig of these names."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    ops: str = "auto"
+    threads: int | None = None
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's sizes; a cached prefix would make a prompt's second run unlike its first.
+
+        Raises:
+            ConfigError: an unknown name, or a value out of its range.
+        """
+        return EngineConfig(enable_prefix_caching=False, **{f.name: getattr(self, f.name) for f in fields(MeasuredEngine)})
+
+
 def _known(cls: type, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     names = [f.name for f in fields(cls)]
     for name in options:

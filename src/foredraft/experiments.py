@@ -13,7 +13,7 @@ from foredraft import __version__
 from foredraft.bench import Progress, prompt_tokens
 from foredraft.bench_table import aligned
 from foredraft.claims import EXPERIMENTS, Bench, Finding
-from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.config import MeasuredEngine, SpeculativeConfig
 from foredraft.lanes import PLAIN
 from foredraft.llm import LLM
 from foredraft.machine import describe_machine
@@ -25,11 +25,11 @@ HOLDS, DOES_NOT = "holds", "does not hold here"
 
 
 @dataclass(frozen=True)
-class ExperimentOptions:
+class ExperimentOptions(MeasuredEngine):
     """What to try.
 
     ``only``: names of experiments, None for all.  ``seed``: of sampled answers and of drafters that err on purpose.
-    ``repeats``: how often each measurement is made.  The rest are EngineConfig's.
+    ``repeats``: how often each measurement is made.  For the rest see MeasuredEngine.
 
     Raises:
         ConfigError: an unknown name, or a value out of its range.
@@ -40,12 +40,6 @@ class ExperimentOptions:
     max_tokens: int = 96
     repeats: int = 1
     seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    ops: str = "auto"
-    threads: int | None = None
-    max_model_len: int | None = None
-    kv_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
         # With fewer tokens there are no passes that a draft of 16 fits into.
@@ -56,11 +50,6 @@ class ExperimentOptions:
         for only in self.only or ():
             refuse_unknown("experiment", only, EXPERIMENTS)
         self.engine_config()
-
-    def engine_config(self) -> EngineConfig:
-        """The engine's sizes; a cached prefix would make a prompt's second run unlike its first."""
-        names = ("device", "dtype", "ops", "threads", "max_model_len", "kv_cache_memory")
-        return EngineConfig(enable_prefix_caching=False, **{name: getattr(self, name) for name in names})
 
 
 def run_experiments(options: ExperimentOptions, progress: Progress) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from foredraft.architecture import Architecture
 from foredraft.bench import bytes_per_token
 from foredraft.bench_figures import quartiles
 from foredraft.bench_table import aligned
-from foredraft.config import EngineConfig
+from foredraft.config import MeasuredEngine
 from foredraft.llm import LLM
 from foredraft.machine import describe_machine, measure_read_bandwidth
 from foredraft.target import kv_bytes_per_token, resolve_device
@@ -43,8 +43,8 @@ NOTES = (
 
 
 @dataclass(frozen=True)
-class PassOptions:
-    """What to time: passes of each of ``rows`` at each of ``contexts`` tokens, ``repeats`` times.  The rest are EngineConfig's.
+class PassOptions(MeasuredEngine):
+    """What to time: passes of each of ``rows`` at each of ``contexts`` tokens, ``repeats`` times.  For the rest see MeasuredEngine.
 
     Raises:
         ConfigError: a value out of its range, or an unknown name.
@@ -54,12 +54,6 @@ class PassOptions:
     rows: tuple[int, ...] = ROWS
     contexts: tuple[int, ...] = CONTEXTS
     repeats: int = 25
-    device: str = "auto"
-    dtype: str = "auto"
-    ops: str = "auto"
-    threads: int | None = None
-    max_model_len: int | None = None
-    kv_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("rows", self.rows), ("contexts", self.contexts), ("repeats", (self.repeats,))):
@@ -68,11 +62,6 @@ class PassOptions:
         if 1 not in self.rows:
             raise ConfigError(f"rows must include 1, which the others are compared with, not {self.rows}; add it.")
         self.engine_config()
-
-    def engine_config(self) -> EngineConfig:
-        """The engine's sizes.  Nothing goes through its cache of prefixes: the passes use blocks of their own choice."""
-        names = ("device", "dtype", "ops", "threads", "max_model_len", "kv_cache_memory")
-        return EngineConfig(enable_prefix_caching=False, **{name: getattr(self, name) for name in names})
 
 
 class Kind(NamedTuple):

@@ -29,8 +29,9 @@ from foredraft.types import ConfigError, Distribution, Draft, FloatArray, IntArr
 # States of so many tokens may wait, those of a prompt until its answer's first draft would be due.  More are read if the head is in
 # much use; if not, the older ones are forgotten.
 MAX_WAITING, MAX_PROMPT_WAITING = 128, 1024
-# Use: of late, the share of passes before which a sequence asked.  With little, only the newest states are read for a draft.
-USE_RATE, MUCH_USE, LITTLE_USE, FIRST_USE = 0.01, 0.1, 0.05, 0.06
+# Use: of late, the share of an answer's passes before which a draft was asked for.  With less than the little that it starts from,
+# only the newest states are read for a draft.
+USE_RATE, MUCH_USE, LITTLE_USE = 0.01, 0.1, 0.05
 # What waits when a sequence ends is still read if it is so little, so that a later request finds all of a shared prefix.
 MAX_READ_AT_END = 32
 
@@ -61,7 +62,7 @@ class _State:
 
     def push(self, states: FloatArray) -> None:
         # A few rows of the array of a whole pass must not keep all of it.
-        is_part = states.base is not None and states.base.size > 2 * states.size
+        is_part = isinstance(states.base, np.ndarray) and states.base.size > 2 * states.size
         self.waiting.append(states.copy() if is_part else states)
         self.num_waiting += len(states)
 
@@ -133,7 +134,7 @@ class EagleDrafter:
         self._max_positions, self._max_num_rows = max_positions, max_num_batched_tokens
         self._stream, self._with_probs = stream, with_probs
         self._states: dict[int, _State] = {}
-        self._use = FIRST_USE
+        self._use = LITTLE_USE
 
     def open(self, seq: Sequence) -> None:
         """Take over what the target's prefix cache has of the sequence, as far back as the head has filled it."""
@@ -165,14 +166,16 @@ class EagleDrafter:
     def observe(self, seq: Sequence, verdict: Verdict, hidden: FloatArray | None) -> None:
         """Keep the states; they are read when a draft is asked for, or when there are many."""
         assert hidden is not None, "the head needs hidden states"
-        self._use -= USE_RATE * self._use
+        is_answering = seq.num_output > 1
+        if is_answering:
+            self._use -= USE_RATE * self._use
         state, end = self._states[seq.seq_id], seq.num_computed
         if end > self._max_positions:
             state.waiting, state.num_waiting = [], 0
             return
         assert state.end == end - len(hidden), f"states up to {state.end} are known, and those of {end - len(hidden)} .. {end} came"
         state.push(hidden)
-        most = MAX_WAITING if seq.num_output > 1 else MAX_PROMPT_WAITING
+        most = MAX_WAITING if is_answering else MAX_PROMPT_WAITING
         if self._use < MUCH_USE:
             state.keep(most)
         while state.num_waiting > most:

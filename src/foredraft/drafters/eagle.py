@@ -29,10 +29,11 @@ from foredraft.types import ConfigError, Distribution, Draft, FloatArray, IntArr
 # States of so many tokens may wait, those of a prompt until its answer's first draft would be due.  More are read if the head is in
 # much use; if not, the older ones are forgotten.
 MAX_WAITING, MAX_PROMPT_WAITING = 128, 1024
-# Use: of late, the share of an answer's passes before which a draft was asked for.  With less than the little that it starts from,
-# only the newest states are read for a draft.
+# Use: of late, the share of an answer's passes before which a draft was asked for, none at first.  With little, only the newest
+# states are read for a draft.
 USE_RATE, MUCH_USE, LITTLE_USE = 0.01, 0.1, 0.05
-# What waits when a sequence ends is still read if it is so little, so that a later request finds all of a shared prefix.
+# What waits when a sequence ends that asked now and then is still read if it is so little, so that a later request finds all of a
+# shared prefix.
 MAX_READ_AT_END = 32
 
 
@@ -53,7 +54,7 @@ class _State:
     last: FloatArray | None = None
     waiting: list[FloatArray] = field(default_factory=list)
     num_waiting: int = 0
-    has_drafted: bool = False
+    num_asked: int = 0
 
     @property
     def end(self) -> int:
@@ -134,7 +135,7 @@ class EagleDrafter:
         self._max_positions, self._max_num_rows = max_positions, max_num_batched_tokens
         self._stream, self._with_probs = stream, with_probs
         self._states: dict[int, _State] = {}
-        self._use = LITTLE_USE
+        self._use = 0.0
 
     def open(self, seq: Sequence) -> None:
         """Take over what the target's prefix cache has of the sequence, as far back as the head has filled it."""
@@ -186,7 +187,7 @@ class EagleDrafter:
         state = self._states.get(seq.seq_id)
         if state is None:
             return
-        if state.has_drafted and self._use >= LITTLE_USE and 0 < state.num_waiting <= MAX_READ_AT_END:
+        if state.num_asked > LITTLE_USE * seq.num_output and 0 < state.num_waiting <= MAX_READ_AT_END:
             self._read([seq])
         del self._states[seq.seq_id]
 
@@ -195,7 +196,7 @@ class EagleDrafter:
     def _start(self, seq: Sequence, num_tokens: int) -> _Job:
         """A job that drafts as much as there is room for; nothing where the last token's row cannot be made."""
         state, num_known = self._states[seq.seq_id], len(seq.tokens)
-        state.has_drafted = True
+        state.num_asked += 1
         table = self.blocks.table(seq.seq_id, num_known)
         if table is None or num_known < 2 or num_known >= self._max_positions:
             return _Job(seq, state, [])

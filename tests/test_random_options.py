@@ -142,7 +142,7 @@ def drafter_named(name: str, target: TableTarget, answers: list[tuple[int, ...]]
     return make_drafter(name, target, answers, rule)
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(house=houses, guests=st.lists(visits, min_size=1, max_size=6))
 def test_everyone_receives_what_he_receives_alone(house: House, guests: list[Visit]) -> None:
     if house.rule != "coupled":

@@ -64,6 +64,10 @@ def test_bench_with_passes_times_passes_and_writes_both_files(run: Run, monkeypa
     assert run(None, "bench", "m", "--passes", *options) == (0, 'a table\n{"passes":{"64":{"1":2.5}}}\n', "timing\n")
     assert seen == [passes.PassOptions("m", repeats=3, ops="native", threads=1, max_model_len=2048)]
     assert [json.loads(path.read_text()) for path in files.values()] == [{"passes": {"64": {"1": 2.5}}}] * 2
+    # Standard output ends with the figures already.
+    monkeypatch.chdir(tmp_path)
+    assert run(None, "bench", "m", "--passes", "--json", "-")[:2] == (0, 'a table\n{"passes":{"64":{"1":2.5}}}\n')
+    assert not (tmp_path / "-").exists()
 
 
 def test_a_report_without_plotly_is_refused_before_minutes_of_measuring(

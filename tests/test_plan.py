@@ -152,6 +152,8 @@ def test_sizes_of_a_config_are_not_used(tmp_path: Path, capsys: pytest.CaptureFi
     code, out, _ = run(capsys, *shared, "--context", "8192", "--json", str(tmp_path / "o"))
     assert code == 0 and "(8.03B parameters)" in out and "assumed" not in out
     assert json.loads((tmp_path / "o").read_text())["memory"][0]["bytes_per_token"] == 131072
+    code, out, _ = run(capsys, *shared, "--json", "-")
+    assert code == 0 and json.loads(out.splitlines()[-1])["memory"][0]["bytes_per_token"] == 131072 and not Path("-").exists()
     code, _, err = run(capsys, *shared, "--context", "8193")
     assert (code, "--context must be at most 8192" in err) == (2, True)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli_options import Device, Dtype, KvMemory, MaxModelLen, Model, Ops, Threads, engine_options, given
+from foredraft.cli_options import STANDARD_OUTPUT, Device, Dtype, KvMemory, MaxModelLen, Model, Ops, Threads, engine_options, given
 
 if TYPE_CHECKING:
     from foredraft.experiments import ExperimentOptions
@@ -64,6 +64,7 @@ def bench(
     if passes and options:
         name = next(iter(options)).replace("_", "-")
         raise typer.BadParameter("--passes times no answers; leave it out.", param_hint=f"--{name}")
+    json_file = None if json_file == STANDARD_OUTPUT else json_file
     check_files({"--json": json_file, "--report": report_file, "--html": html_file})
     if passes:
         _bench_passes(model, engine, json_file, [path for path in (report_file, html_file) if path is not None])
@@ -95,6 +96,7 @@ def experiments(
     chosen = module.ExperimentOptions(
         model, **given(only=_names(only), max_tokens=max_tokens, repeats=repeats, seed=seed), **engine
     )
+    json_file = None if json_file == STANDARD_OUTPUT else json_file
     check_files({"--json": json_file})
     _run_experiments(chosen, json_file)
 

@@ -34,6 +34,8 @@ ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="Mark the tokens
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Ops = Annotated[str | None, typer.Option(help="auto, native or torch.")]
+# As the name of a file; a bench's last line there is JSON in any case.
+STANDARD_OUTPUT = Path("-")
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together; the model's own when not given.")]
 KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", metavar="SIZE", help="As 512MB, 1GiB or a number of bytes.")]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foredraft.cli_options import STANDARD_OUTPUT
+
 if TYPE_CHECKING:
     from foredraft.plan_options import PlanOptions
 
@@ -45,7 +47,7 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="Format of the weights: bfloat16, float16, float32 or fp8.")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
     emit: Annotated[str | None, typer.Option(metavar="vllm", help="Print the options of another engine, too.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help='Every figure goes here; "-" prints it.')] = None,
 ) -> None:
     """Predict whether drafts pay, with which method and K, up to which batch size, and what memory they take.
 
@@ -80,12 +82,15 @@ def _run(options: PlanOptions, json_file: Path | None) -> None:
     from foredraft.terminal import note, open_llm
     from foredraft.types import ConfigError
 
-    if json_file is not None and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):
+    to_stdout = json_file == STANDARD_OUTPUT
+    if json_file is not None and not to_stdout and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):
         raise ConfigError(f"--json must name a file in a folder that can be written to, not {str(json_file)!r}; choose another.")
     result = run_plan(options, note, open_llm)
-    if json_file is not None:
+    if json_file is not None and not to_stdout:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(format_plan(result))
+    if to_stdout:
+        print(json.dumps(result, separators=(",", ":")))
 
 
 def _batches(text: str) -> tuple[int, ...]:

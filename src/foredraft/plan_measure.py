@@ -97,17 +97,19 @@ def _replayed_head(options: PlanOptions, records: list[Record], llm: LLM, parts:
     """The head that is shipped for the target, which is run once more over some records for the states that it reads."""
     name, some, kv = parts.sources.head_kind or "", _some(records), llm.kv
     report(f"replaying {len(some)} requests with {name}")
-    replays: dict[int, list[Replay]] = {k: [] for k in depths(options.num_speculative_tokens)}
-    for k, found in replays.items():
-        config = parts.sources.settings(name, SpeculativeConfig(method=name, num_speculative_tokens=k))
-        drafter = registry.create(name, config, parts.context(llm.target, kv))
-        for record in some:
-            states = states_of(llm.target, kv, record.tokens[:-1], drafter.hidden_layers, llm.config.max_num_batched_tokens)
-            # Keys and values of the head lie beside the target's.
-            kv.open(REPLAYED_ID, record.tokens, reuse=False)
-            assert kv.reserve(REPLAYED_ID, len(record.tokens)), "the cache is in use"
-            found.append(replay(drafter, record.tokens, record.num_prompt, k, states=states))
-            kv.close(REPLAYED_ID)
+    context = parts.context(llm.target, kv)
+    configs = {k: SpeculativeConfig(method=name, num_speculative_tokens=k) for k in depths(options.num_speculative_tokens)}
+    drafters = {k: registry.create(name, parts.sources.settings(name, config), context) for k, config in configs.items()}
+    replays: dict[int, list[Replay]] = {k: [] for k in drafters}
+    layers = next(iter(drafters.values())).hidden_layers
+    for record in some:
+        states = states_of(llm.target, kv, record.tokens[:-1], layers, llm.config.max_num_batched_tokens)
+        # Keys and values of the head lie beside the target's.
+        kv.open(REPLAYED_ID, record.tokens, reuse=False)
+        assert kv.reserve(REPLAYED_ID, len(record.tokens)), "the cache is in use"
+        for k, drafter in drafters.items():
+            replays[k].append(replay(drafter, record.tokens, record.num_prompt, k, states=states))
+        kv.close(REPLAYED_ID)
     return with_replays(name, replays)
 
 

@@ -5,14 +5,12 @@ Owns: which of them there are, and loading each when its drafter is made.  Does 
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.drafters.context import DrafterContext, DraftModel, Head, draws_for
-from foredraft.drafters.ngram_table import TargetIdentity
-from foredraft.drafters.shipped import Target as ShippedTarget
+from foredraft.drafters.shipped import target_of
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint, Progress, load_checkpoint
 from foredraft.target import ModelTarget
@@ -50,11 +48,10 @@ class DraftParts:
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, speculative: SpeculativeConfig, progress: Progress | None = None
     ) -> None:
-        architecture = checkpoint.architecture
         self._checkpoint, self._config = checkpoint, config
         self._rule = speculative.rejection_sample_method
-        sizes = architecture.vocab_size, architecture.hidden_size, architecture.num_layers
-        self.sources = registry.sources(speculative, ShippedTarget(*sizes, lambda: self._identity))
+        self._made_for = target_of(checkpoint)
+        self.sources = registry.sources(speculative, self._made_for)
         name = self.sources.draft_model
         self.draft_model = load_checkpoint(name, progress=progress) if name is not None else None
         self.head = self._find_head()
@@ -77,18 +74,12 @@ class DraftParts:
             load_head=lambda name, num_scratch: self._load_head(name, num_scratch, target, kv),
         )
 
-    @cached_property
-    def _identity(self) -> TargetIdentity:
-        """Worked out at most once, and only where something may fit: it reads the whole vocabulary."""
-        checkpoint = self._checkpoint
-        return TargetIdentity.of(checkpoint.name, checkpoint.architecture.vocab_size, checkpoint.tokenizer.vocabulary())
-
     def _find_head(self) -> HeadFile | None:
         if self.sources.head is None or self.sources.head_kind is None:
             return None
         from foredraft.drafters.eagle_loader import find_head
 
-        return find_head(self.sources.head, self.sources.head_kind, self._identity, self._checkpoint.architecture)
+        return find_head(self.sources.head, self.sources.head_kind, self._made_for.identity(), self._checkpoint.architecture)
 
     def _load_head(self, name: str, num_scratch: int, target: ModelTarget, kv: KVCache) -> Head:
         """A head with a cache of its own for the blocks of ``kv``; all of them share its weights."""

@@ -18,8 +18,7 @@ from foredraft.dims import dims_of
 from foredraft.draft_parts import DraftParts
 from foredraft.drafters import registry
 from foredraft.drafters.context import DrafterContext, DraftModel
-from foredraft.drafters.ngram_table import TargetIdentity
-from foredraft.drafters.shipped import Target as ShippedTarget
+from foredraft.drafters.shipped import target_of
 from foredraft.forecast import Machine, Method, PassSeconds, with_replays
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint
@@ -86,11 +85,9 @@ def _for_statistics(records: list[Record], target: Subject, ceiling: int) -> tup
     if target.checkpoint is None:
         return DrafterContext(1 + max(max(record.tokens) for record in records), longest), registry.Sources()
     checkpoint = target.checkpoint
-    architecture, vocabulary = checkpoint.architecture, checkpoint.tokenizer.vocabulary
-    context = DrafterContext(architecture.vocab_size, longest, model=checkpoint.name, vocabulary=vocabulary)
-    sizes = architecture.vocab_size, architecture.hidden_size, architecture.num_layers
-    made_for = ShippedTarget(*sizes, lambda: TargetIdentity.of(checkpoint.name, architecture.vocab_size, vocabulary()))
-    return context, registry.sources(SpeculativeConfig(method="suffix"), made_for)
+    sizes, vocabulary = checkpoint.architecture, checkpoint.tokenizer.vocabulary
+    context = DrafterContext(sizes.vocab_size, longest, model=checkpoint.name, vocabulary=vocabulary)
+    return context, registry.sources(SpeculativeConfig(method="suffix"), target_of(checkpoint))
 
 
 def _replayed_head(options: PlanOptions, records: list[Record], llm: LLM, parts: DraftParts, report: Report) -> Method:

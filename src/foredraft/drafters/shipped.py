@@ -11,9 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foredraft.drafters.ngram_table import TargetIdentity
+
+if TYPE_CHECKING:
+    from foredraft.loader import Checkpoint
 
 FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 STATISTICS, DRAFT_MODEL, HEADS = "suffix.table", "draft_model/draft.gguf", ("eagle3", "eagle")
@@ -27,6 +32,17 @@ class Target:
     hidden_size: int
     num_layers: int
     identity: Callable[[], TargetIdentity]
+
+
+def target_of(checkpoint: Checkpoint) -> Target:
+    """A target as it was opened.  Its identity is worked out at most once, since that reads the whole vocabulary."""
+    architecture = checkpoint.architecture
+
+    @cache
+    def identity() -> TargetIdentity:
+        return TargetIdentity.of(checkpoint.name, architecture.vocab_size, checkpoint.tokenizer.vocabulary())
+
+    return Target(architecture.vocab_size, architecture.hidden_size, architecture.num_layers, identity)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,17 @@ class Eagle3Network(nn.Module):
             self.mlp_norm.copy_(weights[prefix + "mlp_norm"])
             self.norm.copy_(weights["norm"])
 
+    def continue_from(self, head: Mapping[str, Tensor]) -> None:
+        """Take over a head's weights, by the canonical names of ``drafters.eagle_file``; its draft vocabulary is this one's."""
+        with torch.no_grad():
+            # Here the states are divided on their way in; there the matrix does it.
+            self.fc.copy_(head["fc"] * self.feature_scale)
+            for stem in ("qkv", "o", "gate_up", "down", "mlp_norm"):
+                getattr(self, stem).copy_(head[f"layers.0.{stem}"])
+            self.input_norm.copy_(head["layers.0.attn_norm"])
+            for stem in ("hidden_norm", "norm", "lm_head"):
+                getattr(self, stem).copy_(head[stem])
+
     def _qkv(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [n, H, D], k and v [n, G, D], rotated."""
         d = (self.embed.shape[1],)
@@ -248,8 +259,8 @@ def ttt_loss(
 
 
 def target_probs(target: Tensor, hard: float) -> Tensor:
-    """Probabilities of the target in the draft vocabulary, of which ``hard`` is moved to the likeliest token."""
-    out = torch.empty_like(target, dtype=torch.bfloat16)
+    """Probabilities of the target in the draft vocabulary, of which ``hard`` is moved to the likeliest token; of its type."""
+    out = torch.empty_like(target)
     for start in range(0, len(target), CHUNK_ROWS):
         part = target[start : start + CHUNK_ROWS].float().softmax(-1)
         if hard:

@@ -31,7 +31,7 @@ from foredraft.train.draft_file import save_draft
 from foredraft.train.eagle3 import HeadLoss, TextRows, acceptance, target_probs
 from foredraft.train.features import Text
 from foredraft.train.fit_eagle3 import deterministic, digest_of, split
-from foredraft.train.loop import Budget, run
+from foredraft.train.loop import Budget, autocast, product_dtype, run
 from foredraft.train.student import Student, start_weights, student_architecture
 from foredraft.types import ConfigError, FloatArray, refuse_unknown
 
@@ -158,11 +158,11 @@ class DraftJob:
         """(mean loss, rows that it is over, how many of them guessed the recorded token)."""
         labels = self._local[torch.tensor([token for text in texts for token in text.tokens[text.num_prompt :]])]
         kept = torch.nonzero(labels >= 0)[:, 0]
-        with torch.autocast(self._device.type, dtype=torch.bfloat16):
+        with autocast(self._device):
             states = self._predicting(texts)[kept.to(self._device)]
         head, label = self.student.head[self._candidates], labels[kept].to(self._device)
         if self._options.loss == "tokens":
-            probs, kind = functional.one_hot(label, len(head)).to(torch.bfloat16), "ce"
+            probs, kind = functional.one_hot(label, len(head)).to(product_dtype(self._device)), "ce"
         else:
             probs, kind = self._teacher.probs(texts, kept), self._options.loss
         at, scale = torch.arange(len(label)), torch.full((len(label),), 1 / max(1, len(label)))
@@ -180,11 +180,11 @@ class DraftJob:
     def evaluate(self) -> dict[str, float]:
         """Acceptance length of greedy drafts for the held-out texts, all ids of the student's vocabulary being offered."""
         emitted = passes = right = rows = 0
-        head = self.student.head.bfloat16()
+        head = self.student.head.to(product_dtype(self._device))
         for i in range(0, len(self._held_out), EVALUATED_TEXTS):
             texts = self._held_out[i : i + EVALUATED_TEXTS]
-            with torch.autocast(self._device.type, dtype=torch.bfloat16):
-                drafted = (self._predicting(texts).bfloat16() @ head.T).argmax(-1).cpu()
+            with autocast(self._device):
+                drafted = (self._predicting(texts).to(head.dtype) @ head.T).argmax(-1).cpu()
             hits = drafted == torch.tensor([token for text in texts for token in text.tokens[text.num_prompt :]])
             counts, where = run_lengths(hits, [len(text.tokens) - text.num_prompt for text in texts], NUM_DRAFTED)
             num_emitted, num_passes = acceptance(counts, where)
@@ -217,7 +217,7 @@ class _Teacher:
         chosen = candidates.cpu().numpy()
         head = np.asarray(weights[name].read(0, int(chosen.max()) + 1))[chosen]
         norm = np.asarray(weights["norm"].read(0, target.hidden_size))
-        self._head = torch.from_numpy(head * norm).bfloat16().to(device)
+        self._head = torch.from_numpy(head * norm).to(device, product_dtype(device))
         self._d, self._eps, self._device = target.hidden_size, target.rms_norm_eps, device
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ class _Teacher:
         states = np.concatenate([text.states[text.num_prompt - 1 : -1, -self._d :] for text in texts])
         rows = torch.from_numpy(states)[kept].to(self._device).float()
         normed = functional.rms_norm(rows, (self._d,), None, self._eps)
-        return target_probs(normed.bfloat16() @ self._head.T, 0.0)
+        return target_probs(normed.to(self._head.dtype) @ self._head.T, 0.0)
 
 
 def run_lengths(hits: Tensor, lengths: Sequence[int], most: int) -> tuple[Tensor, list[TextRows]]:

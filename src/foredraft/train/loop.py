@@ -22,6 +22,8 @@ import torch
 
 from foredraft.types import CapacityError, ConfigError
 
+# Names of torch.cpu.get_capabilities(), x86-64 and Arm.
+BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "arm_bf16", "bf16")
 SECONDS_PER_CHECKPOINT, SECONDS_PER_REPORT = 60.0, 15.0
 Report = Callable[[str], None]
 
@@ -177,6 +179,19 @@ def line(progress: float, figures: Mapping[str, float]) -> str:
             continue
         shown.append(f"{name.replace('_', ' ')} {value:,.0f}" if value >= 100 else f"{name.replace('_', ' ')} {value:.3g}")
     return ", ".join(shown)
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What products are computed in: bfloat16 where the device has units for it, float32 where it would be converted at each."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    has = getattr(torch.cpu, "get_capabilities", dict[str, Any])()  # torch 2.4 has none
+    return torch.bfloat16 if any(has.get(unit) for unit in BFLOAT16_UNITS) else torch.float32
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Products within are computed in ``product_dtype``."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=product_dtype(device) is torch.bfloat16)
 
 
 def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from foredraft.train.collect import TEXTS_PER_FILE, Collector, Recipe, read_text
 from foredraft.types import ConfigError
 from train_toys import END, HEADER, TURN, Bytes, Model
 
-RECIPE = Recipe(max_question=20, max_answer=12)
+RECIPE = Recipe(max_question=20, max_answer=12, openings=())
 
 
 def collector(folder: Path, model: Model | None = None, recipe: Recipe = RECIPE, **options: Any) -> Collector:
@@ -43,11 +44,24 @@ def test_answers_are_not_to_the_questions_that_were_made_up(tmp_path: Path) -> N
     assert {params.temperature for _, params in answers} == set(RECIPE.temperatures)
 
 
+@pytest.mark.parametrize("prompts", [[], ["one?"]])
+def test_openings_are_asked_for_and_lost_or_not_taken_in_turn(tmp_path: Path, prompts: list[str]) -> None:
+    model = Model()
+    made = collector(tmp_path, model, replace(RECIPE, openings=("Why", "Write a")), prompts=prompts)
+    records = made.collect(300)
+    begun = [prompt.removeprefix(HEADER) for prompt, _ in model.calls[0]]
+    assert begun[:8] == ["", "Why", "", "Write a"] * 2
+    asked = {text(record)[0] for record in records}
+    for opening in ("Why", "Write a"):
+        assert any(prompt.startswith(HEADER + opening) and len(prompt) > len(HEADER + opening + TURN) for prompt in asked)
+    assert made.folder != collector(tmp_path, model, prompts=prompts).folder
+
+
 def test_the_texts_depend_on_anything_but_number_recipe_and_model(tmp_path: Path) -> None:
     first = collector(tmp_path / "a").collect(900)
     assert collector(tmp_path / "b").collect(900) == first
     assert collector(tmp_path / "b", Model(dies_after=0)).collect(900) == first
-    other = collector(tmp_path / "b", recipe=Recipe(1, max_question=20, max_answer=12)).collect(900)
+    other = collector(tmp_path / "b", recipe=replace(RECIPE, seed=1)).collect(900)
     assert other != first
 
 

@@ -352,3 +352,23 @@ def test_config_names_other_layers() -> None:
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4] and config["draft_vocab_size"] == 10
     assert config["transformer_layer_config"]["num_hidden_layers"] == 1
     assert config["speculators_config"]["verifier"]["name_or_path"] == "toy"
+
+
+@pytest.mark.parametrize(
+    ("units", "dtype"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True, "avx512_bf16": False}, torch.bfloat16),
+        ({}, torch.float32),
+    ],
+)
+def test_a_cpu_without_units_for_bfloat16_converts_at_every_product(
+    monkeypatch: pytest.MonkeyPatch, units: dict[str, bool], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    with loop.autocast(torch.device("cpu")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    job = job_of(random_texts(LENGTHS))
+    assert job.batch(random_texts(LENGTHS)).target.dtype == dtype
+    assert math.isfinite(job.step([0, 1], 0.9, 1.0)["loss"])

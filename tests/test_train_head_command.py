@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import foredraft.terminal
 from foredraft.architecture import Architecture
@@ -76,6 +78,32 @@ def test_the_command_leaves_no_head_or_another_one_each_time(
     ]
 
 
+def test_a_head_that_is_gone_on_from_is_left_behind(thinker: Thinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "a", "--epochs", "0.3", "--draft-vocab", "5") == 0
+    capsys.readouterr()
+    # So short a training at so low a rate moves nothing that bfloat16 can tell.
+    assert train(tmp_path / "b", "--epochs", "0.01", "--lr", "1e-8", "--start", str(tmp_path / "a")) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert before.keys() == after.keys() and len(before) > 10
+    for name, tensor in before.items():
+        assert torch.allclose(tensor.float(), after[name].float(), rtol=0.02, atol=1e-6), name
+    first, second = (json.loads((tmp_path / name / "provenance.json").read_text()) for name in "ab")
+    assert second["went_on_from"] == first and first["start"] is None and len(second["start"]) == 64
+    curve = json.loads((tmp_path / "b/curve.json").read_text())
+    assert curve[0]["acceptance_length"] == first["held_out"]["acceptance_length"]
+
+
+def test_a_head_of_another_shape_is_gone_on_from(thinker: Thinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "a", "--epochs", "0.1") == 0
+    config = tmp_path / "a/config.json"
+    config.write_text(config.read_text().replace('"norm_output": false', '"norm_output": true'))
+    thinker.calls.clear()
+    assert train(tmp_path / "b", "--start", str(tmp_path / "a")) == 2
+    assert "a head of another shape" in capsys.readouterr().err and not thinker.calls
+    assert train(tmp_path / "b", "--start", str(tmp_path / "a"), "--draft-vocab", "5") == 2
+    assert "--draft-vocab cannot be given with --start" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -84,6 +112,7 @@ def test_the_command_leaves_no_head_or_another_one_each_time(
         (["--hours", "0"], "hours must be above 0"),
         (["--tokens", "10"], "tokens must be at least 1000, not 10"),
         (["--prompts", "missing.txt"], "missing.txt"),
+        (["--start", "missing"], "missing"),
     ],
 )
 def test_a_wrong_option_is_found_after_texts_were_written(

@@ -89,9 +89,14 @@ def eagle3(
     steps: Annotated[int, typer.Option(help="Steps of training-time test: draft tokens that the head learns to be good at.")] = 3,
     loss: Annotated[str, typer.Option(help="ce (cross-entropy), tv (acceptance), or lk (from the first to the second).")] = "ce",
     step_decay: Annotated[float, typer.Option(help="What a step counts, in terms of the one before.")] = 0.5,
-    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be drafted, the most frequent ones.")] = 8192,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Tokens that can be drafted, the most frequent ones.", show_default="8192")
+    ] = None,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     texts_per_step: Annotated[int, typer.Option(help="Texts in a step of the optimiser.")] = 3,
+    start: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A head to go on from, in place of the model's own last layer.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same head, on the same device with as many threads.")] = 0,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
@@ -104,15 +109,20 @@ def eagle3(
     from foredraft.array_file import check_writable
     from foredraft.drafters.ngram_table import TargetIdentity
     from foredraft.loader import cache_dir
+    from foredraft.loader.folder import read_json
     from foredraft.target import resolve_device
     from foredraft.terminal import note
     from foredraft.train import fit_eagle3
     from foredraft.train.collect import Recipe
     from foredraft.train.features import capture
-    from foredraft.train.head_file import WEIGHTS
+    from foredraft.train.head_file import PROVENANCE, WEIGHTS, open_own_head
     from foredraft.train.loop import Budget
+    from foredraft.types import ConfigError
 
-    options = fit_eagle3.Eagle3Options(steps, loss, step_decay, draft_vocab, lr, texts_per_step, seed=seed)
+    if start is not None and draft_vocab is not None:
+        raise ConfigError("--draft-vocab cannot be given with --start, since a head keeps its draft vocabulary; give one of them.")
+    given = {} if draft_vocab is None else {"draft_vocab": draft_vocab}
+    options = fit_eagle3.Eagle3Options(steps, loss, step_decay, learning_rate=lr, texts_per_step=texts_per_step, seed=seed, **given)
     budget = Budget(epochs, hours)
     recipe = Recipe(seed=seed)
     check_writable(out / WEIGHTS)
@@ -121,14 +131,19 @@ def eagle3(
     fit_eagle3.refuse_target(architecture)
     identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
     taps = fit_eagle3.tapped_layers(architecture.num_layers)
+    head = None if start is None else open_own_head(start, architecture, taps, identity)
     records = collector.collect(tokens)
     states = cache_dir() / "states" / collector.folder.name
     texts = capture(llm.target, records, (*taps, architecture.num_layers), states, llm.kv.num_blocks, llm.config.block_size, note)
     on = resolve_device(device or "auto")
     del llm
     provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
-    head = fit_eagle3.Fit(architecture, checkpoint.weights, texts, taps, identity, options, budget, out, on, threads, provenance)
-    for file in head.run(note):
+    if start is not None:
+        provenance["went_on_from"] = read_json(start / PROVENANCE, required=False)
+    fit = fit_eagle3.Fit(
+        architecture, checkpoint.weights, texts, taps, identity, options, budget, out, on, threads, provenance, head
+    )
+    for file in fit.run(note):
         note(f"{file}: {file.stat().st_size:,} bytes")
 
 

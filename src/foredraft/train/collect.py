@@ -4,9 +4,9 @@ Owns: how questions are come by, which seed and temperature each text has, and t
 fitted to them.
 
 A chat model that is shown only the header of a user's turn continues it with a question (Xu et al., 2406.08464); no data set is
-needed.  Texts are numbered, and each depends on its number, the recipe and the model alone.  They are written in files of
-``TEXTS_PER_FILE``, each whole or not at all: a run that was killed goes on at the first file that is missing, and a later one that
-wants more goes on behind the last.
+needed. Left alone it asks much the same kind of question, so every other one is begun for it, by ``OPENINGS``. Texts are numbered,
+and each depends on its number, the recipe and the model alone. They are written in files of ``TEXTS_PER_FILE``, each whole or not
+at all: a run that was killed goes on at the first file that is missing, and a later one that wants more goes on behind the last.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ MOST_SEED = 2**32
 _MARK = "foredraft-question"
 # A prompt that was given runs out: from then on it is answered once more, which takes a temperature to be another answer.
 REPEAT_TEMPERATURE = 0.7
+# How people begin what they ask: to explain, write, act, translate, sum up, extract, calculate, program, advise.
+OPENINGS = tuple(
+    """\
+Explain|What is the difference between|How does|Why do|What are the main causes of|Describe how|Tell me about
+What happens when|Who was|When did|Where is|What is the name of|Which country|How many|What does the word
+Is it true that|Write a short story about|Write an email to|Write a poem about|Write a blog post about|Compose a letter
+Come up with|Rewrite this sentence|Write a speech|Imagine you are|Act as a|Pretend to be|You are a|Suppose|If you could
+Help me|Give me advice on|Translate into English:|Translate this German sentence into English:|Translate the following
+How do you say|Correct the grammar of|What is a synonym for|Summarize the following text:|Summarize
+Read this article and|What are the key points of|Extract the names|Given the following|Classify|List all
+Find the value of|Calculate|Solve|What is the probability that|A store sells|If a train|Tom has|Maria buys
+The sum of two|How much|Write a Python function that|Write a program|Implement|How do I fix|Given an array
+Write a SQL query|What does this code do?|Design an algorithm|Compare|Discuss|Analyze|What are the advantages of
+Recommend|Plan a|What should I|Give an example of|Name three|Answer the question:\
+""".replace("\n", "|").split("|")
+)
 Report = Callable[[str], None]
 
 
@@ -55,7 +71,8 @@ class Recipe:
     """What texts depend on besides the model.
 
     ``temperatures`` take turns from one answer to the next; questions are made up at temperature 1 within ``question_top_p``.
-    ``max_question`` and ``max_answer`` in tokens; a question that has not ended by then is dropped.
+    Every other question begins with one of ``openings``, in turn; without any, none does.  ``max_question`` and ``max_answer`` in
+    tokens; a question that has not ended by then is dropped.
 
     Raises:
         ConfigError: a value out of its range.
@@ -64,6 +81,7 @@ class Recipe:
     seed: int = 0
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.7)
     question_top_p: float = 0.95
+    openings: tuple[str, ...] = OPENINGS
     max_question: int = 128
     max_answer: int = 256
 
@@ -177,9 +195,11 @@ class Collector:
             )
             for number in own
         ]
-        outputs = self._writer.generate([list(self._header)] * len(own), params) if own else []
-        for number, output in zip(own, outputs, strict=True):
-            text = self._tokenizer.decode(output.outputs[0].token_ids).strip()
+        openings = [self._opening(number) for number in own]
+        begun = [[*self._header, *self._tokenizer.encode(opening, add_special_tokens=False)] for opening in openings]
+        outputs = self._writer.generate(begun, params) if own else []
+        for number, opening, output in zip(own, openings, outputs, strict=True):
+            text = (opening + self._tokenizer.decode(output.outputs[0].token_ids)).strip()
             if output.outputs[0].finish_reason == "stop" and text:
                 found[number] = self._tokenizer.encode_chat([{"role": "user", "content": text}])
         for number in numbers:
@@ -195,6 +215,11 @@ class Collector:
         if not self._header:
             return number
         return None if number % 2 else number // 2
+
+    def _opening(self, number: int) -> str:
+        """What the model's own question of this number begins with; may be empty."""
+        turn, openings = number // 2 if self._prompts else number, self._recipe.openings
+        return openings[turn // 2 % len(openings)] if openings and turn % 2 else ""
 
     def _temperature(self, number: int) -> float:
         temperatures, given = self._recipe.temperatures, self._given(number)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.architecture import Architecture, Weights
+from foredraft.architecture import Architecture, Weight, Weights
+from foredraft.drafters.eagle_file import HeadFile
 from foredraft.drafters.ngram_table import TargetIdentity
 from foredraft.train.collect import MOST_SEED
 from foredraft.train.curve import write_curve
@@ -35,7 +36,7 @@ from foredraft.train.eagle3 import (
 )
 from foredraft.train.features import Array, Text
 from foredraft.train.head_file import NUM_DRAFTED, WEIGHTS, write_head
-from foredraft.train.loop import Budget, run
+from foredraft.train.loop import Budget, autocast, product_dtype, run
 from foredraft.types import ConfigError, UnsupportedModelError, refuse_unknown
 
 HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
@@ -150,7 +151,7 @@ def _num_common(texts: Sequence[list[int]]) -> int:
 class Eagle3Job:
     """A ``loop.Job``: one head, its optimiser, and the texts.
 
-    ``weights`` are the target's as float32, those that ``Eagle3Network.start_from`` reads.
+    ``weights`` are the target's as float32, those that ``Eagle3Network.start_from`` reads; ``start`` those of a head to go on from.
     """
 
     def __init__(
@@ -163,19 +164,24 @@ class Eagle3Job:
         options: Eagle3Options,
         *,
         device: torch.device,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.options, self.device = options, device
+        self._first_share = options.first_share if start is None else 0.0
         self.num_texts, self._train, self._held_out = len(train), train, held_out
         self._d = d = architecture.hidden_size
         self._num_features = train[0].states.shape[1] - d
         scale = _scale(train, self._num_features)
         self.network = Eagle3Network(architecture, self._num_features // d, draft_vocab, weights["embed"].bfloat16(), scale)
-        self.network.start_from(weights, architecture.num_layers - 1, torch.Generator().manual_seed(options.seed))
+        if start is None:
+            self.network.start_from(weights, architecture.num_layers - 1, torch.Generator().manual_seed(options.seed))
+        else:
+            self.network.continue_from(start)
         self.network.to(device)
         self._local = torch.full((architecture.vocab_size,), -1, dtype=torch.int64)
         self._local[draft_vocab] = torch.arange(len(draft_vocab))
         head = weights.get("lm_head", weights["embed"])[draft_vocab] * weights["norm"]
-        self._target_head = head.bfloat16().to(device)
+        self._target_head = head.to(device, product_dtype(device))
         self._eps = architecture.rms_norm_eps
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -198,7 +204,9 @@ class Eagle3Job:
             pairs, predicting = pairs + n, predicting + m
         states = torch.from_numpy(np.concatenate(last)).to(self.device).float()
         with torch.no_grad():
-            target = torch.nn.functional.rms_norm(states, (self._d,), None, self._eps).bfloat16() @ self._target_head.T
+            target = (
+                torch.nn.functional.rms_norm(states, (self._d,), None, self._eps).to(self._target_head.dtype) @ self._target_head.T
+            )
 
         def ids(values: list[int]) -> Tensor:
             return torch.tensor(values, device=self.device)
@@ -217,8 +225,8 @@ class Eagle3Job:
         """One step of the optimiser."""
         started, options = time.monotonic(), self.options
         batch = self.batch([self._train[i] for i in texts])
-        num_steps = 1 if progress < options.first_share else options.num_steps
-        with self._autocast():
+        num_steps = 1 if progress < self._first_share else options.num_steps
+        with autocast(self.device):
             total, results = ttt_loss(self.network, batch, num_steps, options.loss, options.step_decay, options.hard)
         torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRADIENT)
@@ -235,7 +243,7 @@ class Eagle3Job:
         emitted = passes = right = rows = 0
         for i in range(0, len(self._held_out), EVAL_TEXTS):
             batch = self.batch(self._held_out[i : i + EVAL_TEXTS])
-            with self._autocast():
+            with autocast(self.device):
                 counts = accepted_counts(self.network, batch, NUM_DRAFTED)
             tokens, steps = acceptance(counts, batch.texts)
             emitted, passes = emitted + tokens, passes + steps
@@ -251,9 +259,6 @@ class Eagle3Job:
         self.network.load_state_dict(state["network"])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
 
 def _scale(texts: Sequence[Text], width: int) -> Tensor:
     """Root mean square of each channel of the states, those of texts' first tokens left out: these are far from all others."""
@@ -266,8 +271,9 @@ def _scale(texts: Sequence[Text], width: int) -> Tensor:
 class Fit:
     """One training, from the target's weights to a head's folder.
 
-    ``texts`` have states of ``taps`` and of the last layer's output; ``weights`` are the target's, by canonical name.  ``out`` is
-    the head's folder and holds the checkpoint while the training lasts.
+    ``texts`` have states of ``taps`` and of the last layer's output; ``weights`` are the target's, by canonical name.  ``start``
+    is a head of the same shape to go on from, whose draft vocabulary stays.  ``out`` is the head's folder and holds the checkpoint
+    while the training lasts.
     """
 
     architecture: Architecture
@@ -281,6 +287,7 @@ class Fit:
     device: str
     threads: int | None
     provenance: Mapping[str, Any]
+    start: HeadFile | None = None
 
     def run(self, report: Callable[[str], None]) -> tuple[Path, ...]:
         """Train, and write head, provenance and curve; gives the files.
@@ -294,20 +301,22 @@ class Fit:
         train, held_out = split(self.texts)
         if not train or not held_out:
             raise ConfigError(f"a head takes at least {MIN_TEXTS} texts, not {len(self.texts)}; ask for more tokens.")
-        vocab = choose_vocab(train, self.options.draft_vocab)
+        start = self.start
+        vocab = choose_vocab(train, self.options.draft_vocab) if start is None else torch.from_numpy(start.target_ids)
         report(
             f"{len(train):,} texts to learn from, {len(held_out)} held out; {len(vocab):,} tokens can be drafted, "
             f"{coverage(held_out, vocab):.1%} of what is held out"
         )
-        job = Eagle3Job(
-            self.architecture, self._read_weights(), train, held_out, vocab, self.options, device=torch.device(self.device)
-        )
+        before = None if start is None else {name: _read(weight) for name, weight in start.weights.items()}
+        device = torch.device(self.device)
+        job = Eagle3Job(self.architecture, self._read_weights(), train, held_out, vocab, self.options, device=device, start=before)
         settings = {
             "options": asdict(self.options),
             "budget": asdict(self.budget),
             "identity": asdict(self.identity),
             "taps": list(self.taps),
             "texts": digest_of(self.texts),
+            "start": None if start is None else hashlib.sha256((start.path / WEIGHTS).read_bytes()).hexdigest(),
         }
         checkpoint = self.out / CHECKPOINT
         with deterministic(self.device):
@@ -336,7 +345,11 @@ class Fit:
         parts = ("qkv", "o", "gate_up", "down", "attn_norm", "mlp_norm")
         names = ["embed", "norm", "layers.0.qkv", "layers.0.attn_norm", *(f"layers.{last}.{part}" for part in parts)]
         names += [] if self.architecture.tie_embeddings else ["lm_head"]
-        return {name: torch.from_numpy(self.weights[name].read(0, self.weights[name].shape[0])) for name in names}
+        return {name: _read(self.weights[name]) for name in names}
+
+
+def _read(weight: Weight) -> Tensor:
+    return torch.from_numpy(weight.read(0, weight.shape[0]))
 
 
 def coverage(texts: Sequence[Text], vocab: Tensor) -> float:

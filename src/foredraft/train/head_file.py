@@ -16,12 +16,19 @@ from torch import Tensor
 
 from foredraft.architecture import Architecture, Rope
 from foredraft.array_file import write_whole
+from foredraft.drafters.eagle_config import EAGLE3, read_config
+from foredraft.drafters.eagle_file import HeadFile, fitted, open_head
 from foredraft.drafters.ngram_table import TargetIdentity
 from foredraft.train.eagle3 import Eagle3Network
+from foredraft.types import ConfigError
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 # What a reader drafts with when it is not told.
 NUM_DRAFTED = 3
+# Of a head as it is written here, by the canonical names of ``drafters.eagle_file``.
+OWN_WEIGHTS = {"fc", "hidden_norm", "norm", "lm_head"} | {
+    f"layers.0.{stem}" for stem in ("qkv", "o", "gate_up", "down", "attn_norm", "mlp_norm")
+}
 
 
 def write_head(
@@ -74,6 +81,23 @@ def head_tensors(network: Eagle3Network, architecture: Architecture) -> dict[str
     known = torch.zeros(architecture.vocab_size, dtype=torch.bool)
     known[vocab] = True
     return tensors | {"d2t": vocab - torch.arange(len(vocab)), "t2d": known}
+
+
+def open_own_head(folder: Path, architecture: Architecture, taps: Sequence[int], identity: TargetIdentity) -> HeadFile:
+    """The head in ``folder``, if it is one that ``write_head`` writes for this target.
+
+    Raises:
+        ConfigError: it is for another target, or of a shape that is not trained here.
+        ModelFileError: it cannot be read.
+    """
+    head = fitted(open_head(folder), identity, architecture.hidden_size, architecture.num_layers)
+    own = head_config(architecture, taps, len(head.target_ids), identity.model)
+    if head.config != read_config(own, CONFIG, kind=EAGLE3) or set(head.weights) != OWN_WEIGHTS:
+        raise ConfigError(
+            f"{folder} holds a head of another shape than those that are trained here, so it cannot be gone on from; "
+            "give one that `foredraft train eagle3` made, or none."
+        )
+    return head
 
 
 def head_config(architecture: Architecture, taps: Sequence[int], draft_vocab_size: int, target: str) -> dict[str, Any]:

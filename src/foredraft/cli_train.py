@@ -90,7 +90,7 @@ def eagle3(
     loss: Annotated[str, typer.Option(help="ce (cross-entropy), tv (acceptance), or lk (from the first to the second).")] = "ce",
     step_decay: Annotated[float, typer.Option(help="What a step counts, in terms of the one before.")] = 0.5,
     draft_vocab: Annotated[
-        int | None, typer.Option(help="Tokens that can be drafted, the most frequent ones.", show_default="8192")
+        int | None, typer.Option(help="Tokens that can be drafted, the most frequent ones: 8192, or those of --start.")
     ] = None,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     texts_per_step: Annotated[int, typer.Option(help="Texts in a step of the optimiser.")] = 3,

@@ -29,6 +29,13 @@ def test_what_is_read_differs_from_what_was_written(tmp_path: Path) -> None:
             arrays[name][:] = 0
 
 
+@pytest.mark.parametrize("length", range(8))
+def test_numbers_lie_where_their_kind_may_not(tmp_path: Path, length: int) -> None:
+    write_arrays(tmp_path / "file", {"note": "x" * length}, ARRAYS)
+    header, arrays = read_arrays(tmp_path / "file")
+    assert header == {"note": "x" * length} and all(values.flags.aligned for values in arrays.values())
+
+
 def test_a_broken_file_is_taken_for_a_whole_one(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = path.read_bytes()

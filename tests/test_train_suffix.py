@@ -146,13 +146,21 @@ def saved(path: Path) -> Path:
     return path
 
 
-def test_a_saved_table_drafts_differently(tmp_path: Path) -> None:
+@pytest.mark.parametrize("note", ["", "a", "ab", "abc"])
+def test_a_saved_table_drafts_differently_or_only_if_its_header_has_a_fitting_length(tmp_path: Path, note: str) -> None:
     fitted = fit(markov(0, 30), 12)
-    save_table(tmp_path / "t", IDENTITY, {"num_tokens": fitted.num_tokens}, fitted.arrays)
+    save_table(tmp_path / "t", IDENTITY, {"num_tokens": fitted.num_tokens, "note": note}, fitted.arrays)
     loaded = load_table(tmp_path / "t", IDENTITY)
-    assert loaded.provenance == {"num_tokens": 30 * 55} and loaded.identity == IDENTITY
+    assert loaded.provenance == {"num_tokens": 30 * 55, "note": note} and loaded.identity == IDENTITY
     for record in markov(1, 5):
         assert drafts(drafter_with(loaded), record) == drafts(drafter_with(table_of(fitted.arrays)), record)
+
+
+def test_numbers_of_an_old_file_that_are_not_aligned_cannot_be_read() -> None:
+    fitted, record = fit(markov(0, 30), 12), markov(1, 1)[0]
+    shifted = {name: np.frombuffer(b"-" + one.tobytes(), one.dtype, offset=1) for name, one in fitted.arrays.items()}
+    assert not all(one.flags.aligned for one in shifted.values())
+    assert drafts(drafter_with(table_of(shifted)), record) == drafts(drafter_with(table_of(fitted.arrays)), record)
 
 
 def test_the_same_texts_give_another_file(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Owns: the container's layout and every check of it.  Does not know: what the arrays mean.
 
 Layout: ``MAGIC``, the sha256 of all that follows, the length of the header as 4 little-endian bytes, the header (JSON: what the
-writer says, and name, dtype and length of each array), the arrays one after the other, little-endian.
+writer says, and name, dtype and length of each array), the arrays one after the other, little-endian.  The header ends in as many
+spaces as it takes, and the widest numbers come first, so that each lies where its kind of number may.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Array = npt.NDArray[Any]
 
 MAGIC = b"foredraft arrays 1\n"
 DTYPES = ("<u1", "<u2", "<u4", "<i8", "<f4")
+ALIGNMENT = 8
 _START = len(MAGIC) + 32 + 4
 
 
@@ -45,13 +47,14 @@ def write_arrays(path: Path, header: Mapping[str, Any], arrays: Mapping[str, Arr
         CapacityError: the folder cannot be made or written, or the disk is full.
     """
     table, body = [], []
-    for name, values in arrays.items():
+    for name, values in sorted(arrays.items(), key=lambda item: -item[1].itemsize):
         little = values.astype(values.dtype.newbyteorder("<"), copy=False)
         dtype = np.dtype(little.dtype).str.replace("|", "<")
         assert dtype in DTYPES and values.ndim == 1, (name, dtype, values.shape)
         table.append([name, dtype, len(values)])
         body.append(little.tobytes())
     text = json.dumps({**header, "arrays": table}, sort_keys=True).encode()
+    text += b" " * (-(_START + len(text)) % ALIGNMENT)
     rest = b"".join([len(text).to_bytes(4, "little"), text, *body])
     write_whole(path, b"".join([MAGIC, hashlib.sha256(rest).digest(), rest]))
 

@@ -106,7 +106,8 @@ class NgramTable:
     """
 
     def __init__(self, file: ArrayFile) -> None:
-        arrays = file.arrays
+        # Files of before numbers were aligned have some that a memoryview cannot read.
+        arrays = {name: np.require(values, requirements="A") for name, values in file.arrays.items()}
         self.provenance: Mapping[str, Any] = file.header["provenance"]
         self.identity = TargetIdentity(**file.header["identity"])
         self.num_contexts = len(arrays["checks"])

@@ -16,8 +16,10 @@ from foredraft import __version__
 if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.train.collect import Collector, Recipe
+    from foredraft.train.features import StateFiles, StateRecorder
 
 MIN_TOKENS = 1000
+RECORDER = "states"
 
 train = typer.Typer(
     help="Fit a drafter to a model by texts that the model writes itself; no data set is needed.",
@@ -108,13 +110,12 @@ def eagle3(
     """
     from foredraft.array_file import check_writable
     from foredraft.drafters.ngram_table import TargetIdentity
-    from foredraft.loader import cache_dir
     from foredraft.loader.folder import read_json
     from foredraft.target import resolve_device
     from foredraft.terminal import note
     from foredraft.train import fit_eagle3
     from foredraft.train.collect import Recipe
-    from foredraft.train.features import capture
+    from foredraft.train.features import StateRecorder, capture
     from foredraft.train.head_file import PROVENANCE, WEIGHTS, open_own_head
     from foredraft.train.loop import Budget
     from foredraft.types import ConfigError
@@ -126,15 +127,16 @@ def eagle3(
     budget = Budget(epochs, hours)
     recipe = Recipe(seed=seed)
     check_writable(out / WEIGHTS)
-    llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
+    recorder = StateRecorder()
+    llm, collector = _collector(model, tokens, prompts, recipe, device, threads, recorder)
     checkpoint, architecture = llm.checkpoint, llm.checkpoint.architecture
     fit_eagle3.refuse_target(architecture)
     identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
     taps = fit_eagle3.tapped_layers(architecture.num_layers)
     head = None if start is None else open_own_head(start, architecture, taps, identity)
-    records = collector.collect(tokens)
-    states = cache_dir() / "states" / collector.folder.name
-    texts = capture(llm.target, records, (*taps, architecture.num_layers), states, llm.kv.num_blocks, llm.config.block_size, note)
+    recorder.hidden_layers = (*taps, architecture.num_layers)
+    files, cache = collector.files(tokens), (llm.kv.num_blocks, llm.config.block_size)
+    texts = capture(llm.target, files, _state_files(recorder), *cache, note)
     on = resolve_device(device or "auto")
     del llm
     provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
@@ -183,29 +185,30 @@ def draft(
 
     from foredraft.array_file import check_writable
     from foredraft.drafters.ngram_table import TargetIdentity
-    from foredraft.loader import cache_dir
     from foredraft.target import resolve_device
     from foredraft.terminal import note
     from foredraft.train import fit_draft
     from foredraft.train.collect import Recipe
     from foredraft.train.draft_file import size_of
-    from foredraft.train.features import Text, capture
+    from foredraft.train.features import StateRecorder, Text, capture
     from foredraft.train.loop import Budget
 
     options = fit_draft.DraftOptions(layers, hidden, vocab, loss, lr, texts_per_step, seed)
     budget, recipe = Budget(epochs, hours), Recipe(seed=seed)
     check_writable(out / fit_draft.CHECKPOINT)
-    llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
+    # Of its texts alone a draft model learns without anything that the target thought.
+    recorder = None if loss == "tokens" else StateRecorder()
+    llm, collector = _collector(model, tokens, prompts, recipe, device, threads, recorder)
     checkpoint = llm.checkpoint
     # Whether there can be such a model shows here, before there are texts.
     options.architecture(checkpoint.architecture)
     identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
-    records = collector.collect(tokens)
-    if loss == "tokens":
-        texts = [Text(*record, np.empty((0, 0), np.float16)) for record in records]
+    if recorder is None:
+        texts = [Text(*record, np.empty((0, 0), np.float16)) for record in collector.collect(tokens)]
     else:
-        states, cache = cache_dir() / "states" / collector.folder.name, (llm.kv.num_blocks, llm.config.block_size)
-        texts = capture(llm.target, records, (checkpoint.architecture.num_layers,), states, *cache, note)
+        recorder.hidden_layers = (checkpoint.architecture.num_layers,)
+        files, cache = collector.files(tokens), (llm.kv.num_blocks, llm.config.block_size)
+        texts = capture(llm.target, files, _state_files(recorder), *cache, note)
     on = resolve_device(device or "auto")
     del llm
     provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
@@ -221,21 +224,39 @@ def _collector(
     recipe: Recipe,
     device: str | None,
     threads: int | None,
+    recorder: StateRecorder | None = None,
 ) -> tuple[LLM, Collector]:
-    """The model, and what makes its texts."""
+    """The model, and what makes its texts; with a ``recorder`` the states are kept that it sees meanwhile."""
     from foredraft.loader import cache_dir
     from foredraft.request_log import read_prompts
     from foredraft.terminal import note, open_llm
     from foredraft.train.collect import TEXTS_PER_FILE, Collector
+    from foredraft.train.features import keep_states
     from foredraft.types import ConfigError
 
     if tokens < MIN_TOKENS:
         raise ConfigError(f"tokens must be at least {MIN_TOKENS}, not {tokens}; ask for more.")
     given = read_prompts(prompts) if prompts is not None else []
     engine: dict[str, Any] = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
-    llm = open_llm(model, speculative_config={"method": "none"}, max_num_seqs=TEXTS_PER_FILE, **engine)
-    folder = cache_dir() / "texts"
-    return llm, Collector(llm, llm.checkpoint.tokenizer, folder, model=_weights_of(llm), recipe=recipe, prompts=given, report=note)
+    collecting: dict[str, Any] = {"report": note}
+    if recorder is None:
+        engine["speculative_config"] = {"method": "none"}
+    else:
+        engine["speculative_config"] = {"method": RECORDER, "num_speculative_tokens": 1, "adaptive": False}
+        engine["drafters"] = {RECORDER: lambda config, context: recorder}
+        # States of what the prefix cache holds are not computed again.
+        engine["enable_prefix_caching"] = False
+        collecting["on_texts"] = lambda texts: keep_states(recorder, _state_files(recorder), texts)
+    llm = open_llm(model, max_num_seqs=TEXTS_PER_FILE, **engine)
+    folder, name = cache_dir() / "texts", _weights_of(llm)
+    return llm, Collector(llm, llm.checkpoint.tokenizer, folder, model=name, recipe=recipe, prompts=given, **collecting)
+
+
+def _state_files(recorder: StateRecorder) -> StateFiles:
+    from foredraft.loader import cache_dir
+    from foredraft.train.features import StateFiles
+
+    return StateFiles(cache_dir() / "states", recorder.hidden_layers)
 
 
 def _weights_of(llm: LLM) -> str:

@@ -89,7 +89,7 @@ class Engine:
         self._target = target
         self._kv = kv
         self._drafters = drafters
-        self._readers = frozenset(name for name, drafter in drafters.items() if drafter.hidden_layers)
+        self._readers: frozenset[str] = frozenset()
         self._taps_of: dict[frozenset[tuple[str, ...]], tuple[int, ...]] = {}
         self._rule = rule
         self._clock = clock
@@ -145,6 +145,8 @@ class Engine:
         """
         assert set(seq.drafters) <= self._drafters.keys(), f"not all of {seq.drafters} are among {sorted(self._drafters)}"
         self.check(len(seq.tokens), seq.params.max_tokens)
+        # A drafter may be made for the first request that asks for it.
+        self._readers = frozenset(name for name, drafter in self._drafters.items() if drafter.hidden_layers)
         self._scheduler.add(seq)
 
     def cancel(self, seq: Sequence) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,6 +54,13 @@ Recommend|Plan a|What should I|Give an example of|Name three|Answer the question
 """.replace("\n", "|").split("|")
 )
 Report = Callable[[str], None]
+
+
+class TextFile(NamedTuple):
+    """Texts that were written together, and where they are kept."""
+
+    path: Path
+    records: list[Record]
 
 
 class Writer(Protocol):
@@ -106,6 +113,7 @@ class Collector:
         folder: of all texts of this model; those of one recipe and list of prompts have a folder of their own in it.
         model: what else tells the model from others.
         prompts: answered in turn with questions that are made up, or alone where the model has no chat template.
+        on_texts: called with each file's texts when they are written, before the file is.
 
     Raises:
         ConfigError: neither prompts nor a chat template, or no prompt that fits the context.
@@ -121,8 +129,10 @@ class Collector:
         recipe: Recipe,
         prompts: Sequence[Prompt] = (),
         report: Report = lambda line: None,
+        on_texts: Callable[[TextFile], None] = lambda file: None,
     ) -> None:
         self._writer, self._tokenizer, self._recipe, self._report = writer, tokenizer, recipe, report
+        self._on_texts = on_texts
         self._header = _question_header(tokenizer)
         room = writer.max_model_len - recipe.max_answer
         encoded = [_encode(tokenizer, prompt) for prompt in prompts]
@@ -140,33 +150,36 @@ class Collector:
         self.folder = folder / hashlib.sha256(parts.encode()).hexdigest()[:32]
 
     def collect(self, num_tokens: int) -> list[Record]:
-        """The first texts whose answers have ``num_tokens`` tokens together, or a little more.
+        """The first texts whose answers have ``num_tokens`` tokens together, or a little more; see ``files``."""
+        records, total = list[Record](), 0
+        for record in (record for file in self.files(num_tokens) for record in file.records):
+            if total < num_tokens:
+                records.append(record)
+                total += len(record.tokens) - record.num_prompt
+        return records
+
+    def files(self, num_tokens: int) -> list[TextFile]:
+        """The first files of texts whose answers have at least ``num_tokens`` tokens together.
 
         Raises:
             CapacityError: a file cannot be written.
             ConfigError: the model makes up no question that ends.
         """
-        records, total = list[Record](), 0
-        for record in self._texts():
-            records.append(record)
-            total += len(record.tokens) - record.num_prompt
-            if total >= num_tokens:
-                break
-        return records
-
-    def _texts(self) -> Iterator[Record]:
-        first, total, num_empty = 0, 0, 0
+        files, total, num_empty = list[TextFile](), 0, 0
         while num_empty < MOST_EMPTY_FILES:
+            first = len(files) * TEXTS_PER_FILE
             path = self.folder / f"{first:08d}.texts"
             records = read_texts(path)
             if records is None:
                 records = self._write(range(first, first + TEXTS_PER_FILE))
+                self._on_texts(TextFile(path, records))
                 write_texts(path, records)
-            first += TEXTS_PER_FILE
+            files.append(TextFile(path, records))
             total += sum(len(record.tokens) - record.num_prompt for record in records)
             num_empty = 0 if records else num_empty + 1
-            self._report(f"{total:,} tokens of answers after {first:,} questions")
-            yield from records
+            self._report(f"{total:,} tokens of answers after {first + TEXTS_PER_FILE:,} questions")
+            if total >= num_tokens:
+                return files
         most = self._recipe.max_question
         raise ConfigError(f"this model makes up no question that ends within {most} tokens; give some with --prompts.")
 

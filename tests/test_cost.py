@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.cost import DraftCost, PassCost, PassTimes, PassWork, Running, by_rows, calibrate, convex, interpolate, rising
+from foredraft.cost import (
+    DraftCost,
+    PassCost,
+    PassTimes,
+    PassWork,
+    Running,
+    by_rows,
+    calibrate,
+    convex,
+    interpolate,
+    pooled,
+    rising,
+)
 
 TIMES = PassTimes((1, 5, 17), (1.0, 1.2, 3.0), per_read=2e-4, per_score=1e-4)
 
@@ -221,3 +233,15 @@ def test_a_pass_of_many_more_rows_than_were_calibrated_has_no_logarithm() -> Non
     for _ in range(200):
         cost.observe(PassWork(16, 0), 64, 0.002)
     assert 0.0 < cost.seconds(PassWork(16, 0), 64) < 0.02
+
+
+def test_pooled_times_follow_one_measurement_or_lose_a_node_that_all_have() -> None:
+    measured = [
+        PassTimes((1, 2, 5, 9), (1.0, 1.1, 1.5, 2.0), 1e-6, 0.0),
+        PassTimes((1, 2, 5), (2.0, 2.1, 2.2), 3e-6, 1e-7),
+        PassTimes((1, 2, 5), (1.2, 1.2, 1.6), 2e-6, 2e-7),
+    ]
+    found = pooled(measured)
+    assert found.rows == (1, 2, 5) and found.base == (1.2, 1.2, 1.6)
+    assert (found.per_read, found.per_score) == (2e-6, 1e-7)
+    assert pooled(measured[:1]) == measured[0]

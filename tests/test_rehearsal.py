@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from foredraft.cost import PassWork
+from foredraft.cost import PassTimes, PassWork
 from foredraft.lanes import PLAIN_WAY, Race, Way, seeded
 from foredraft.rehearsal import Correction, PresetClock, RecordedTarget, Rehearsal
 from foredraft.types import PHASES, FloatArray, Rows, SamplingParams
@@ -59,6 +59,9 @@ def test_a_rehearsed_pass_takes_what_it_really_took_instead_of_what_is_calibrate
     expected = sum(TIMES.seconds(PassWork(1, 3 + i)) for i in range(39))
     assert rehearsed.milliseconds["pass"] / 1e3 == pytest.approx(expected) == rehearsed.seconds
     assert rehearsed.num_steps == len(steps) == 39
+    rehearsal = Rehearsal(llm, clock=lambda: 0.0)
+    rehearsal.times = PassTimes((1,), (0.25,))
+    assert rehearsal.play(PROMPTS[:1], [GREEDY], race.lanes[0].answers)[0].seconds == pytest.approx(39 * 0.25)
 
 
 def test_prompts_that_are_read_in_chunks_or_are_the_same_are_mixed_up() -> None:

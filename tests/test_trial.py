@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from foredraft.cost import PassTimes
 from foredraft.lanes import Segment, Way
 from foredraft.trial import Batch, Contest, Run, _noise
 from foredraft.types import PHASES, SamplingParams
@@ -52,6 +53,20 @@ def test_the_prediction_of_a_fixed_k_is_of_other_passes(params: SamplingParams) 
     assert ngram.predicted["steps"] == ngram.decode_steps
     assert ngram.predicted["acceptance_length"] == pytest.approx(ngram.speculation.acceptance_length)
     assert ngram.predicted["speedup"] == pytest.approx(plain.decode_seconds / ngram.predicted["seconds"])
+
+
+def test_a_prediction_goes_by_one_moment_or_by_other_passes_than_those_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(first: float, fourth: float) -> PassTimes:
+        return PassTimes((1, 4), (first, fourth))
+
+    timed, asked = [times(1.0, 1.5), times(1.0, 9.0), times(1.0, 2.0)], list[int]()
+    llm = toy_llm(num_blocks=1024)
+    monkeypatch.setattr(llm, "time_passes", lambda most, budget: asked.append(most) or timed[len(asked) - 1])
+    contest = Contest(llm, (Way("ngram", 3),))
+    for expected in (1.5, 5.25, 2.0):
+        contest.run(ALONE, GREEDY, 0, 0)
+        assert [rehearsal.times for rehearsal in contest._rehearsals] == [times(1.0, expected)] * 2
+    assert asked == [4] * 3
 
 
 def test_nothing_is_predicted_where_nothing_was_asked_or_decoded() -> None:

@@ -64,6 +64,9 @@ class ToyLLM:
     def calibrate(self) -> PassTimes:
         return TIMES
 
+    def time_passes(self, max_rows: int, budget: float) -> PassTimes:
+        return TIMES
+
     def new_drafters(self, method: str, kv: Any = None) -> dict[str, Drafter]:
         config = SpeculativeConfig(method=method, suffix_decoding_max_bytes=2**16)
         context = DrafterContext(self.target.vocab_size, self.max_model_len)

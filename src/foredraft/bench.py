@@ -44,6 +44,7 @@ NOTES = (
     "Tokens/s and speed-up are of decoding alone: from the step that emitted the first tokens, which do not count, to the end.",
     "All ways of a batch decoded in turn, in segments of 16 tokens; speed-up is the median of the paired ratios.",
     "Prefix caching was off, so that every run computed its whole prompt.",
+    "A prediction goes by passes that were timed by themselves before each batch and by the plain run, by nothing that drafted.",
     "Drafters began each repeat knowing no answers and learned those of the repeat's prompts; what they calibrate lasted.",
     "In a batch answers end at different times, so that the last passes have fewer sequences.",
 )

@@ -11,6 +11,7 @@ rows are compared with.  ``scale`` follows a machine that gets slower or faster;
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -158,6 +159,15 @@ def _fit(times: Mapping[tuple[int, int], list[float]], short: int, long: int, ma
     # Few measure the large ones, and beyond reading the weights all is arithmetic, of which no row does less than one before it.
     hull = convex(nodes, risen)
     base = [value if rows <= FEW_ROWS else least for rows, value, least in zip(nodes, risen, hull, strict=True)]
+    return PassTimes(tuple(nodes), rising(base), per_read, per_score)
+
+
+def pooled(measured: Seq[PassTimes]) -> PassTimes:
+    """One of several measurements: medians, at the nodes that all have."""
+    nodes = sorted(set.intersection(*(set(one.rows) for one in measured)))
+    at = [dict(zip(one.rows, one.base, strict=True)) for one in measured]
+    base = [statistics.median(one[node] for one in at) for node in nodes]
+    per_read, per_score = (statistics.median(getattr(one, name) for one in measured) for name in ("per_read", "per_score"))
     return PassTimes(tuple(nodes), rising(base), per_read, per_score)
 
 

@@ -168,6 +168,10 @@ class LLM:
             self.controller.cost = PassCost(self._pass_times())
         return self.controller.cost.times
 
+    def time_passes(self, max_rows: int, budget: float) -> PassTimes:
+        """What passes of at most ``max_rows`` rows take at this moment, in about ``budget`` seconds; changes nothing."""
+        return pass_times(self.target, self.kv, Identity(None, ()), max_rows=max_rows, budget=budget)
+
     def _pass_times(self) -> PassTimes:
         checkpoint, target = self.checkpoint, self.target
         stat = checkpoint.path.stat()

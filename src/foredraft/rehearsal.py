@@ -157,7 +157,10 @@ def _quotient(one: float, other: float) -> float:
 
 
 class Rehearsal:
-    """A way to decode, rehearsed batch after batch: like a lane, it learns as it goes."""
+    """A way to decode, rehearsed batch after batch: like a lane, it learns as it goes.
+
+    ``times`` are what its passes take; they may be changed from batch to batch.
+    """
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class Rehearsal:
         times: PassTimes | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._times = times or llm.calibrate()
+        self.times = times or llm.calibrate()
         preset = PresetClock(clock)
         # Nothing is stored in these blocks, so there may be as many as in earnest.
         kv = KVCache(llm.kv.num_blocks, llm.kv.block_size, prefix_caching=False)
@@ -176,8 +179,11 @@ class Rehearsal:
             """Computed once more by the model itself; no pass reads the last token."""
             return states_of(llm.target, llm.kv, stream[:-1], taps, llm.config.max_num_batched_tokens)
 
-        self._target = RecordedTarget(llm.target.vocab_size, llm.max_model_len, preset, self._times.seconds, states)
-        self._lane = Lane(llm, way, count(), drafters=drafters, target=self._target, kv=kv, times=self._times, clock=preset)
+        def seconds(work: PassWork, num_drafts: int) -> float:
+            return self.times.seconds(work, num_drafts)
+
+        self._target = RecordedTarget(llm.target.vocab_size, llm.max_model_len, preset, seconds, states)
+        self._lane = Lane(llm, way, count(), drafters=drafters, target=self._target, kv=kv, times=self.times, clock=preset)
 
     def play(
         self, prompts: Seq[Seq[int]], params: Seq[SamplingParams], answers: Seq[Seq[int]], tenant: str = ""

@@ -13,12 +13,15 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+from foredraft.cost import PassTimes, pooled
 from foredraft.lanes import PLAIN, PLAIN_WAY, Lane, Race, Way, seeded
 from foredraft.llm import LLM
 from foredraft.rehearsal import Correction, Rehearsal, Rehearsed
 from foredraft.types import PHASES, SamplingParams, SpeculationStats, StepStats
 
 SEGMENT_TOKENS = 16
+# Of passes without drafting, for the prediction, before each batch.
+TIMING_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,14 @@ class Run:
 class Contest:
     """Plain decoding and ``ways``, batch after batch; each way keeps what it learns.
 
-    ``predict`` False measures only.
+    ``predict`` False measures only.  Predictions go by passes that are timed before each batch, pooled with those of the batches
+    before: an hour ago the machine may have been another.
     """
 
     def __init__(self, llm: LLM, ways: Seq[Way], *, predict: bool = True) -> None:
         self.ways = (PLAIN_WAY, *ways)
+        self._llm = llm
+        self._timed: list[PassTimes] = []
         self._race = Race(llm)
         for way in self.ways:
             self._race.add(way)
@@ -108,6 +114,11 @@ class Contest:
         """One run per way, plain first.  The prompts' seeds follow that of ``params``."""
         each = seeded(params, len(batch.prompts))
         tenant = f"repeat {repeat}"
+        if self._rehearsals:
+            most = len(batch.prompts) * (1 + max(way.num_speculative_tokens for way in self.ways))
+            self._timed.append(self._llm.time_passes(most, TIMING_SECONDS))
+            for rehearsal in self._rehearsals:
+                rehearsal.times = pooled(self._timed)
         self._race.run(batch.prompts, each, SEGMENT_TOKENS, turn, tenant)
         plain = self._race.lanes[0]
         runs, correction = [], Correction()

@@ -1111,8 +1111,8 @@ double sum_weights(const void* row, bool is_double, size_t count, double top, do
 
 constexpr int kNoiseBlock = 64;
 
-// Philox4x32-10 (Salmon et al., SC'11) of counters (token, words[0], words[1], words[2]): the first two words of each.
-void philox(const int64_t* tokens, int count, const uint32_t* words, const uint32_t* key, uint32_t* high, uint32_t* low) {
+// Philox4x32-10 (Salmon et al., SC'11) of at most kNoiseBlock counters (token, words[0], words[1], words[2]): the first two words of each.
+void philox_block(const int64_t* tokens, int count, const uint32_t* words, const uint32_t* key, uint32_t* high, uint32_t* low) {
   uint32_t c0[kNoiseBlock], c1[kNoiseBlock], c2[kNoiseBlock], c3[kNoiseBlock];
   for (int i = 0; i < kNoiseBlock; ++i) {
     c0[i] = i < count ? uint32_t(tokens[i]) : 0;
@@ -1136,6 +1136,13 @@ void philox(const int64_t* tokens, int count, const uint32_t* words, const uint3
   memcpy(low, c1, sizeof(uint32_t) * count);
 }
 
+void philox(const int64_t* tokens, size_t count, const uint32_t* words, const uint32_t* key, uint32_t* high, uint32_t* low) {
+  for (size_t start = 0; start < count; start += kNoiseBlock) {
+    const int n = count - start < kNoiseBlock ? int(count - start) : kNoiseBlock;
+    philox_block(tokens + start, n, words, key, high + start, low + start);
+  }
+}
+
 // Indices whose log-probability plus Gumbel noise may be the largest.  The noise g of a uniform u is at most -log(1 - u), so leading ones
 // of u bound it, and only those that could beat the best so far need logarithms.
 size_t contenders(const int64_t* tokens, const double* log_probs, size_t count, const uint32_t* words, const uint32_t* key, int64_t* found) {
@@ -1144,7 +1151,7 @@ size_t contenders(const int64_t* tokens, const double* log_probs, size_t count, 
   uint32_t high[kNoiseBlock], low[kNoiseBlock];
   for (size_t start = 0; start < count; start += kNoiseBlock) {
     const int n = count - start < kNoiseBlock ? int(count - start) : kNoiseBlock;
-    philox(tokens + start, n, words, key, high, low);
+    philox_block(tokens + start, n, words, key, high, low);
     for (int i = 0; i < n; ++i) {
       const int ones = high[i] == 0xFFFFFFFFu ? 52 : __builtin_clz(~high[i]);
       if (log_probs[start + i] + (ones + 1) * 0.69314718055994531 < best - 1e-9) continue;
@@ -1163,7 +1170,7 @@ size_t contenders(const int64_t* tokens, const double* log_probs, size_t count, 
 #define FOREDRAFT_STRING(x) #x
 #define FOREDRAFT_NAME(x) FOREDRAFT_STRING(x)
 extern const Kernels kernels;
-const Kernels kernels = {FOREDRAFT_NAME(FOREDRAFT_ISA), kMaxQueries, run, run_head, linear, sum_weights, contenders};
+const Kernels kernels = {FOREDRAFT_NAME(FOREDRAFT_ISA), kMaxQueries, run, run_head, linear, sum_weights, contenders, philox};
 
 }  // namespace FOREDRAFT_ISA
 }  // namespace foredraft

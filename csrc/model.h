@@ -166,6 +166,8 @@ struct Kernels {
   // Indices that may win log_probs + noise, written to found [count]; returns how many.
   size_t (*contenders)(const int64_t* tokens, const double* log_probs, size_t count, const uint32_t* words, const uint32_t* key,
                        int64_t* found);
+  // Random words of each token, high and low [count]; see sampling.philox.
+  void (*philox)(const int64_t* tokens, size_t count, const uint32_t* words, const uint32_t* key, uint32_t* high, uint32_t* low);
 };
 
 }  // namespace foredraft

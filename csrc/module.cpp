@@ -340,6 +340,7 @@ void linear(Matrix matrix, ConstFloats x, Floats y, const std::string& isa) {
 using ConstDoubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstFloatRow = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstTokens = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void check_lengths(size_t count, size_t a, size_t b) {
@@ -361,6 +362,12 @@ size_t contenders(ConstTokens tokens, ConstDoubles log_probs, uint32_t word1, ui
   return supported_kernels().front()->contenders(tokens.data(), log_probs.data(), tokens.shape(0), words, key, found.data());
 }
 
+void philox(ConstTokens tokens, uint32_t word1, uint32_t word2, uint32_t word3, uint32_t key0, uint32_t key1, Words high, Words low) {
+  check_lengths(tokens.shape(0), high.shape(0), low.shape(0));
+  const uint32_t words[3] = {word1, word2, word3}, key[2] = {key0, key1};
+  supported_kernels().front()->philox(tokens.data(), tokens.shape(0), words, key, high.data(), low.data());
+}
+
 }  // namespace
 }  // namespace foredraft
 
@@ -379,6 +386,7 @@ NB_MODULE(_native, module) {
   module.def("sum_weights", &sum_weights_of_floats);
   module.def("sum_weights", &sum_weights_of_doubles);
   module.def("contenders", &contenders);
+  module.def("philox", &philox);
   nb::class_<Matrix>(module, "Matrix").def("__init__", [](Matrix* self, Bytes packed, int format, int rows, int cols) {
     new (self) Matrix(as_matrix(packed, format, rows, cols));
   });

@@ -611,6 +611,17 @@ def test_native_draw_differs_from_numpy(seed: int, position: int, spread: float,
         assert noise.draw(dist, position, stream) == slow
 
 
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 63), st.integers(0, 400))
+@settings(max_examples=150)
+def test_native_random_words_differ_from_the_definition(seed: int, position: int, sample: int, size: int) -> None:
+    tokens = np.random.default_rng(seed).integers(0, 2**20, size)
+    noise = PositionNoise(seed, sample, origin=position)
+    for stream in (STREAM_TARGET, STREAM_DRAFT):
+        w0, w1, _, _ = philox((tokens.astype(np.uint64), position, sample, noise._last_word(stream)), noise._key)
+        high, low = noise._words(tokens, position, stream)
+        assert high.tolist() == w0.tolist() and low.tolist() == w1.tolist()
+
+
 def test_native_draw_keeps_too_many_contenders() -> None:
     """The bound must be worth its while: of 50 000 equally likely tokens a handful may need logarithms."""
     dist = Distribution(np.arange(50_000), np.full(50_000, -np.log(50_000.0)))

@@ -103,7 +103,7 @@ class PositionNoise:
 
     def gumbel(self, tokens: IntArray, position: int, stream: int = STREAM_TARGET) -> FloatArray:
         """Standard Gumbel noise of each token, float64, same shape as ``tokens``."""
-        high, low = self._words(tokens.astype(np.uint64), position, stream)
+        high, low = self._words(tokens, position, stream)
         noise: FloatArray = -np.log(-np.log(_uniform(high, low)))
         return noise
 
@@ -119,7 +119,7 @@ class PositionNoise:
 
     def accept(self, probability: float, position: int) -> bool:
         """One coin per position and pass."""
-        high, low = self._words(np.zeros(1, dtype=np.uint64), position, STREAM_ACCEPT)
+        high, low = self._words(np.zeros(1, dtype=np.int64), position, STREAM_ACCEPT)
         return bool(_uniform(high, low)[0] < probability)
 
     def _contenders(self, tokens: IntArray, log_probs: FloatArray, position: int, stream: int) -> IntArray:
@@ -130,9 +130,14 @@ class PositionNoise:
         contenders: IntArray = found[:num_found]
         return contenders
 
-    def _words(self, tokens: Words, position: int, stream: int) -> tuple[Words, Words]:
-        w0, w1, _, _ = philox((tokens, position, self._sample_index, self._last_word(stream)), self._key)
-        return w0, w1
+    def _words(self, tokens: IntArray, position: int, stream: int) -> tuple[Words, Words]:
+        words = position, self._sample_index, self._last_word(stream)
+        if extension() is None:
+            w0, w1, _, _ = philox((tokens.astype(np.uint64), *words), self._key)
+            return w0, w1
+        high, low = np.empty(len(tokens), np.uint32), np.empty(len(tokens), np.uint32)
+        extension().philox(np.ascontiguousarray(tokens, np.int64), *words, *self._key, high, low)
+        return high.astype(np.uint64), low.astype(np.uint64)
 
     def _last_word(self, stream: int) -> int:
         return (0 if stream == STREAM_TARGET else self._origin) << 2 | stream

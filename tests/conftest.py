@@ -87,9 +87,12 @@ def model_world() -> ModelWorld:
     return ModelWorld()
 
 
+@pytest.fixture(scope="session")
+def toy_world() -> ToyWorld:
+    return ToyWorld()
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    if request.param == "toy":
-        return ToyWorld()
-    model: World = request.getfixturevalue("model_world")
-    return model
+    chosen: World = request.getfixturevalue("toy_world" if request.param == "toy" else "model_world")
+    return chosen

@@ -613,8 +613,11 @@ void embed_row(const Matrix& w, int row, float factor, float* out) {
 
 #if defined(__AVX512F__)
 constexpr int kMaxQueries = 8;
+// Sums at once for N queries, in vectors of 16: as many as stay in registers.
+constexpr int sums_at_once(int n) { return n <= 2 ? 4 : n <= 4 ? 2 : 1; }
 #else
-constexpr int kMaxQueries = 4;
+constexpr int kMaxQueries = 6;
+constexpr int sums_at_once(int n) { return n == 1 ? 4 : n == 2 ? 2 : 1; }
 #endif
 
 template <bool kHalf>
@@ -701,7 +704,7 @@ struct Attention {
 
   template <bool kHalf, int N>
   void score() {
-    constexpr int kGroups = N <= 2 ? 4 : N <= 4 ? 2 : 1;
+    constexpr int kGroups = sums_at_once(N);
     float gathered[256 * kTile];
     int key = origin;
     for (int i = 0; i < kAhead; ++i) fetch<kHalf>(layer.keys, key + i * kTile);
@@ -791,7 +794,7 @@ struct Attention {
 
   template <bool kHalf, int N>
   void collect() {
-    constexpr int kColumns = N <= 2 ? 4 : N <= 4 ? 2 : 1;
+    constexpr int kColumns = sums_at_once(N);
     int column = 0;
     for (; column + kColumns * kTile <= model.head_dim; column += kColumns * kTile) collect_columns<kHalf, N, kColumns>(column);
     for (; column < model.head_dim; column += kTile) collect_columns<kHalf, N, 1>(column);
@@ -818,9 +821,9 @@ struct Attention {
 #define FOREDRAFT_QUERIES(n) \
   case n: return run<kHalf, n>();
     switch (item.num_queries) {
-      FOREDRAFT_QUERIES(1) FOREDRAFT_QUERIES(2) FOREDRAFT_QUERIES(3) FOREDRAFT_QUERIES(4)
+      FOREDRAFT_QUERIES(1) FOREDRAFT_QUERIES(2) FOREDRAFT_QUERIES(3) FOREDRAFT_QUERIES(4) FOREDRAFT_QUERIES(5) FOREDRAFT_QUERIES(6)
 #if defined(__AVX512F__)
-      FOREDRAFT_QUERIES(5) FOREDRAFT_QUERIES(6) FOREDRAFT_QUERIES(7) FOREDRAFT_QUERIES(8)
+      FOREDRAFT_QUERIES(7) FOREDRAFT_QUERIES(8)
 #endif
     }
 #undef FOREDRAFT_QUERIES

@@ -18,9 +18,10 @@ inline std::vector<AttentionItem> plan_attention(const Model& model, const Pass&
   std::vector<AttentionItem> items;
   for (int first = 0, end; first < pass.num_rows; first = end) {
     for (end = first + 1; end < pass.num_rows && pass.table_of[end] == pass.table_of[first];) ++end;
-    const int queries = (end - first) * group;
-    for (int start = 0; start < queries; start += most)
-      for (int head = 0; head < model.kv_heads; ++head) items.push_back({first, head, start, std::min(most, queries - start)});
+    // Of equal size, and those of one key-value head after each other: what they share stays in the cache.
+    const int queries = (end - first) * group, parts = (queries + most - 1) / most, each = (queries + parts - 1) / parts;
+    for (int head = 0; head < model.kv_heads; ++head)
+      for (int start = 0; start < queries; start += each) items.push_back({first, head, start, std::min(each, queries - start)});
   }
   return items;
 }

@@ -37,6 +37,7 @@ HEAD_IN_VLLM = Path("docs/data/vllm_head_smollm2-135m.json")
 NEVER_BACKFIRES = tuple(Path(f"docs/data/never_backfires_{name}.json") for name in ("q4_1", "q8_0"))
 COMPARISONS = tuple(Path(f"docs/data/compare_llama_cpp_{name}.json") for name in ("q4_1", "q8_0", "q4_0"))
 LOAD = Path("docs/data/load_smollm2-135m_cpu.json")
+DRAFTING = Path("docs/data/compare_drafting_q4_1.json")
 SERVERS = Path("docs/data/compare_servers_q4_1.json")
 HELP_WIDTH = 100
 SECTION = re.compile(r"<!-- figures:([\w-]+):(begin|end) -->\n")
@@ -116,6 +117,7 @@ def all_sections(root: Path) -> Sections:
         "passes-machine": lambda: passes_machine(passes),
         "comparison-table": lambda: comparison_table(comparisons),
         "comparison-machine": lambda: comparison_machine(comparisons),
+        "drafting": lambda: drafting_text(stored(DRAFTING)),
         "load": lambda: load_text(stored(LOAD)),
         "servers": lambda: servers_text(stored(SERVERS)),
         "plan-machine": lambda: plan_text(stored(PLAN)),
@@ -299,6 +301,33 @@ def servers_text(result: Mapping[str, Any]) -> str:
         f"{table(rows)}\n\n{result['model']} on {place_of(result['machine'], result['threads'])}; llama.cpp is "
         f"{result['peer_version']}. Medians of {result['rounds']} rounds in turn, answers of {result['max_tokens']} tokens, "
         f"greedy; p95 is the latency of a whole answer."
+    )
+
+
+def drafting_text(result: Mapping[str, Any]) -> str:
+    """A row per group of prompts: plain and ``auto``, and llama.cpp's best setting; then the machine."""
+    rows = [
+        [
+            "group",
+            "plain tok/s",
+            "auto tok/s",
+            "auto over plain",
+            "acceptance length",
+            "llama.cpp's best",
+            "its tok/s",
+            "auto over it",
+        ]
+    ]
+    for one in result["groups"]:
+        rates, best = one["tokens_per_second"], one["best_peer"]
+        speeds = (f"{rates['foredraft plain']:.1f}", f"{rates['foredraft auto']:.1f}", f"{one['speedup']:.2f}")
+        rows.append(
+            [one["group"], *speeds, f"{one['acceptance_length']:.2f}", best, f"{rates[best]:.1f}", f"{one['over_best_peer']:.2f}"]
+        )
+    return (
+        f"{table(rows)}\n\n{result['model']['file']} on {place_of(result['machine'], result['threads'])}; llama.cpp is "
+        f"{result['peer_version']}. {result['limit']} prompts of each group, answers of up to {result['max_tokens']} tokens, "
+        "greedy, each prompt in all settings in turn; tokens per second of decoding."
     )
 
 

@@ -131,6 +131,7 @@ METHODS = {
     "abort": ["request"],
     "describe": [],
     "calibrate": [],
+    "time_passes": ["max_rows", "budget"],
     "new_drafters": ["method", "kv"],
 }
 

@@ -88,9 +88,7 @@ def own(llm: LLM, method: str) -> Ask:
     return ask
 
 
-def compare(
-    groups: Mapping[str, Sequence[list[int]]], asks: Mapping[str, Ask], max_tokens: int
-) -> dict[str, dict[str, list[Answer]]]:
+def compare(groups: Mapping[str, Sequence[list[int]]], asks: Mapping[str, Ask], max_tokens: int) -> Answers:
     """Answers by group and setting."""
     found: Answers = {group: {name: [] for name in asks} for group in groups}
     names, turn = list(asks), 0

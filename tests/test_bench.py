@@ -309,6 +309,7 @@ def test_the_bandwidth_buffer_is_never_small_enough_for_a_cache() -> None:
 def test_the_machine_is_described_in_plain_data() -> None:
     found = json.loads(json.dumps(machine.describe_machine()))
     assert found["cpu"] and found["cores"] >= 1 and found["memory_bytes"] > 0 and found["threads"] >= 1
+    assert found["planning"] in ("source", "compiled")
 
 
 @pytest.mark.model

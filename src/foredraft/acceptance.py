@@ -107,7 +107,7 @@ class Acceptance:
         estimates, before = [], 0.5
         for position in range(num_tokens):
             cells = slice(min(position, NUM_POSITIONS - 1) * NUM_CLASSES, (min(position, NUM_POSITIONS - 1) + 1) * NUM_CLASSES)
-            before = (sum(self._hits[cells]) + PRIOR_WEIGHT * before) / (sum(self._trials[cells]) + PRIOR_WEIGHT)
+            before = (sum(self._hits[cells], 0.0) + PRIOR_WEIGHT * before) / (sum(self._trials[cells], 0.0) + PRIOR_WEIGHT)
             estimates.append(before)
         return estimates
 
@@ -117,8 +117,8 @@ class Acceptance:
         hits, trials = self._hits, self._trials
         for index in range(NUM_CLASSES):
             cells = range(index, NUM_POSITIONS * NUM_CLASSES, NUM_CLASSES)
-            num = sum(trials[cell] for cell in cells)
-            overall = (sum(hits[cell] for cell in cells) + _FIRST[index] * PRIOR_WEIGHT) / (num + PRIOR_WEIGHT)
+            num = sum((trials[cell] for cell in cells), 0.0)
+            overall = (sum((hits[cell] for cell in cells), 0.0) + _FIRST[index] * PRIOR_WEIGHT) / (num + PRIOR_WEIGHT)
             for cell in cells if num else ():
                 self._log_odds[cell] = _logit((hits[cell] + PRIOR_WEIGHT * overall) / (trials[cell] + PRIOR_WEIGHT))
                 if trials[cell] > MAX_TRIALS:

@@ -146,7 +146,7 @@ class Ledger:
         # Those after the first are asked where nobody has a draft yet, if that pays.
         asked = [name for name in order[1:] if room * self._records[name].gains.fallback.mean > cost[name]]
         shares = ((1.0 - self._records[name].gains.rivalled.mean) * cost[name] for name in asked)
-        return best if alone[best] > self.together.mean - cost[order[0]] - sum(shares) else ""
+        return best if alone[best] > self.together.mean - cost[order[0]] - sum(shares, 0.0) else ""
 
     def expect(self, seq: Sequence, record: Record, track: Track) -> None:
         """A draft was made, whose outcome will come."""
@@ -193,7 +193,7 @@ class Ledger:
         """Learn what a step took; the plain steps that would have fitted into its time, 1 where a pass does other work too."""
         self._num_steps += 1
         self._last = (num_slots, num_drafts)
-        total = 1e-3 * sum(milliseconds.values())
+        total = 1e-3 * sum(milliseconds.values(), 0.0)
         # Where a row costs nearly what a token is worth, finding out who is right brings less.
         earned = PROBE_SHARE * max(LEAST_PROBES, math.sqrt(self.room)) * total / max(1, len(self._records))
         for record in self._records.values():

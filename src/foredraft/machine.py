@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def describe_machine() -> dict[str, Any]:
     """CPU model, its kernels' instructions, cores that this process may use, memory, GPU, versions, torch's threads, day, ``load``.
 
     ``load`` is the number of programs that wanted a core over the last minute; other work on the machine spoils timings.
+    ``planning`` says whether the modules that decide in every step are ``compiled``, as in a wheel, or run as ``source``.
     """
     import torch
 
@@ -39,6 +41,7 @@ def describe_machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "planning": "source" if _planning_file().endswith(".py") else "compiled",
         "threads": torch.get_num_threads(),
         "date": time.strftime("%Y-%m-%d"),
         "load": os.getloadavg()[0],
@@ -81,6 +84,13 @@ def measure_read_bandwidth(
         torch.set_num_threads(num_before)
     timed = speeds[1:]  # the first one also wakes threads and the device
     return {"best": max(timed), "median": statistics.median(timed), "buffer_bytes": buffer.nbytes, "repeats": repeats}
+
+
+def _planning_file() -> str:
+    """Where the modules that decide in every step come from; see csrc/compile_planning.py."""
+    found = find_spec("foredraft.planner")
+    assert found is not None and found.origin is not None, found
+    return found.origin
 
 
 def _buffer_bytes() -> int:

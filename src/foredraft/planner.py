@@ -22,7 +22,7 @@ def survival(acceptance: Iterable[float]) -> list[float]:
 
 def tokens_per_pass(acceptance: Iterable[float]) -> float:
     """Expected emitted tokens of a pass, ``1 + sum_i prod_{j<=i} a_j`` (Leviathan et al., 2211.17192, equation 1, by position)."""
-    return 1.0 + sum(survival(acceptance))
+    return 1.0 + sum(survival(acceptance), 0.0)
 
 
 def allot(survivals: Seq[Seq[float]], seconds: Seq[float], price: float, worth: float = 1.0) -> list[int]:
@@ -89,7 +89,8 @@ def best_depth(reached: Seq[float], draft_seconds: Callable[[int], float], price
 def share_of(reached: Seq[float], depth: int, prices: Seq[float]) -> float:
     """What the first ``depth`` tokens of a draft are expected to bring of what all of them would."""
     gains = [max(0.0, alive - row) for alive, row in zip(reached, prices, strict=False)]
-    return sum(gains[:depth]) / sum(gains) if sum(gains) > 0.0 else 1.0
+    total = sum(gains, 0.0)
+    return sum(gains[:depth], 0.0) / total if total > 0.0 else 1.0
 
 
 def best_fixed(acceptance: Seq[float], step_seconds: Callable[[int], float]) -> tuple[int, float]:

@@ -125,4 +125,5 @@ class Audit:
 
     def net_tokens(self) -> dict[str, float]:
         """What each brought, or would have brought, beyond the price of its rows."""
-        return {name: self._worth * self._right[name] - sum(self._prices[: len(tokens)]) for name, tokens in self._drafts.items()}
+        spent = {name: sum(self._prices[: len(tokens)], 0.0) for name, tokens in self._drafts.items()}
+        return {name: self._worth * self._right[name] - price for name, price in spent.items()}

@@ -236,7 +236,7 @@ class StepPlan:
                 if num_paying:
                     record.fruitless = 0
             if not slot.seq.adaptive:
-                if not slot.drafter or sum(reached) > sum(slot.reached):
+                if not slot.drafter or sum(reached, 0.0) > sum(slot.reached, 0.0):
                     slot.drafter, slot.draft, slot.reached = ask.drafter, draft, reached
                 continue
             self._count_gain(slot, track, record, net / self._share)
@@ -310,7 +310,7 @@ class StepPlan:
             if counts[i] and slot.seq.adaptive:
                 record = ledger.record(slot.drafter)
                 # An emitted token more than those that were accepted is the target's own.
-                record.expected.add(sum(slot.reached[: counts[i]]) / record.trust)
+                record.expected.add(sum(slot.reached[: counts[i]], 0.0) / record.trust)
                 record.accepted.add(max(0.0, len(emitted[i]) - 1.0))
             if slot.audited is not None:
                 first = next((tokens for tokens in slot.audited.values() if tokens), ())

@@ -16,7 +16,7 @@ from foredraft import __version__
 if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.train.collect import Collector, Recipe
-    from foredraft.train.features import StateFiles, StateRecorder
+    from foredraft.train.features import StateFiles, StateRecorder, Text
 
 MIN_TOKENS = 1000
 RECORDER = "states"
@@ -115,7 +115,7 @@ def eagle3(
     from foredraft.terminal import note
     from foredraft.train import fit_eagle3
     from foredraft.train.collect import Recipe
-    from foredraft.train.features import StateRecorder, capture
+    from foredraft.train.features import StateRecorder
     from foredraft.train.head_file import PROVENANCE, WEIGHTS, open_own_head
     from foredraft.train.loop import Budget
     from foredraft.types import ConfigError
@@ -134,9 +134,7 @@ def eagle3(
     identity = TargetIdentity.of(checkpoint.name, llm.target.vocab_size, checkpoint.tokenizer.vocabulary())
     taps = fit_eagle3.tapped_layers(architecture.num_layers)
     head = None if start is None else open_own_head(start, architecture, taps, identity)
-    recorder.hidden_layers = (*taps, architecture.num_layers)
-    files, cache = collector.files(tokens), (llm.kv.num_blocks, llm.config.block_size)
-    texts = capture(llm.target, files, _state_files(recorder), *cache, note)
+    texts = _texts_with_states(llm, collector, tokens, recorder, (*taps, architecture.num_layers))
     on = resolve_device(device or "auto")
     del llm
     provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
@@ -190,7 +188,7 @@ def draft(
     from foredraft.train import fit_draft
     from foredraft.train.collect import Recipe
     from foredraft.train.draft_file import size_of
-    from foredraft.train.features import StateRecorder, Text, capture
+    from foredraft.train.features import StateRecorder, Text
     from foredraft.train.loop import Budget
 
     options = fit_draft.DraftOptions(layers, hidden, vocab, loss, lr, texts_per_step, seed)
@@ -206,9 +204,7 @@ def draft(
     if recorder is None:
         texts = [Text(*record, np.empty((0, 0), np.float16)) for record in collector.collect(tokens)]
     else:
-        recorder.hidden_layers = (checkpoint.architecture.num_layers,)
-        files, cache = collector.files(tokens), (llm.kv.num_blocks, llm.config.block_size)
-        texts = capture(llm.target, files, _state_files(recorder), *cache, note)
+        texts = _texts_with_states(llm, collector, tokens, recorder, (checkpoint.architecture.num_layers,))
     on = resolve_device(device or "auto")
     del llm
     provenance = {"foredraft": __version__, "recipe": asdict(recipe), "num_prompts": collector.num_prompts}
@@ -250,6 +246,16 @@ def _collector(
     llm = open_llm(model, max_num_seqs=TEXTS_PER_FILE, **engine)
     folder, name = cache_dir() / "texts", _weights_of(llm)
     return llm, Collector(llm, llm.checkpoint.tokenizer, folder, model=name, recipe=recipe, prompts=given, **collecting)
+
+
+def _texts_with_states(llm: LLM, collector: Collector, tokens: int, recorder: StateRecorder, layers: tuple[int, ...]) -> list[Text]:
+    """The texts, and what leaves ``layers`` at each of their tokens: seen while they are written, or computed."""
+    from foredraft.terminal import note
+    from foredraft.train.features import capture
+
+    recorder.hidden_layers = layers
+    files = collector.files(tokens)
+    return capture(llm.target, files, _state_files(recorder), llm.kv.num_blocks, llm.config.block_size, note)
 
 
 def _state_files(recorder: StateRecorder) -> StateFiles:

@@ -15,6 +15,7 @@ from foredraft.cost import PassTimes
 from foredraft.engine import Engine
 from foredraft.sampling import token_logprobs
 from foredraft.scheduler import MAX_PROMPT_LOGPROB_ROWS
+from foredraft.step_plan import Ask, StepPlan
 from foredraft.testing.toy import ScriptedDrafter, TableTarget
 from foredraft.types import (
     PHASES,
@@ -322,6 +323,27 @@ def test_numpy_ids_in_a_draft_become_plain_ones() -> None:
     script = knowing("right", request).script
     drafter = ScriptedDrafter(lambda tokens, num: list(np.array(script(tokens, num))))
     assert Lab({"drafter": drafter}).run(request.sequence("drafter", 4)) == [plain(request)]
+
+
+def test_numpy_confidences_stop_a_compiled_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, a plan takes floats and nothing like them."""
+    heard: list[Draft] = []
+    hear = StepPlan.hear
+
+    def watched(plan: StepPlan, ask: Ask, drafts: list[Draft], seconds: float) -> None:
+        heard.extend(drafts)
+        hear(plan, ask, drafts, seconds)
+
+    class Believing(ScriptedDrafter):
+        def propose(self, seqs: list[Sequence], num_tokens: list[int]) -> list[Draft]:
+            drafts = super().propose(seqs, num_tokens)
+            return [replace(draft, confidence=np.full(len(draft.tokens), 0.5, np.float32)) for draft in drafts]
+
+    monkeypatch.setattr(StepPlan, "hear", watched)
+    request = Request(PROMPT, SAMPLED)
+    assert Lab({"drafter": Believing(knowing("right", request).script)}).run(request.sequence("drafter", 4)) == [plain(request)]
+    assert {type(one) for draft in heard for one in draft.confidence or ()} == {float}
+    assert {type(draft.confidence) for draft in heard if draft.tokens} == {tuple}
 
 
 # ------------------------------------------------------------------------------------------------ limits

@@ -397,6 +397,8 @@ def _sound(seq: Sequence, draft: Draft, num_wanted: int, vocab_size: int) -> Dra
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
     if type(draft.tokens) is not tuple or any(type(token) is not int for token in draft.tokens):
         draft = replace(draft, tokens=tuple(int(token) for token in draft.tokens))
+    if draft.confidence is not None and any(type(one) is not float for one in draft.confidence):
+        draft = replace(draft, confidence=tuple(float(one) for one in draft.confidence))
     tokens = draft.tokens[:num_wanted]
     num_possible = _num_possible(seq, tokens, vocab_size)
     if draft.probs is None or num_possible == len(tokens):

@@ -10,14 +10,16 @@ import ast
 import functools
 import json
 import re
+import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from foredraft.bench_figures import over_best
 from foredraft.bench_table import pair
 from foredraft.cli import app
 from foredraft.hardware import HARDWARE
@@ -249,28 +251,37 @@ def backfire_table(results: Sequence[Mapping[str, Any]]) -> str:
     rows = [["workload", *(f"{name}: auto over plain" for name in names), *(f"{name}: best fixed, auto over it" for name in names)]]
     for cases in zip(*(result["cases"] for result in results), strict=True):
         best = ["" if c["best_fixed"] is None else f"{c['best_fixed']}, {c['auto_over_best']:.2f}" for c in cases]
-        rows.append([cases[0]["name"], *(f"{c['speedup_in_all']:.2f}" for c in cases), *best])
+        rows.append([cases[0]["name"], *(f"{c['segments_median']:.2f} ({c['speedup_in_all']:.2f})" for c in cases), *best])
     mixtures = [mixture(result["cases"]) for result in results]
     rows.append(
         [
             "the groups together",
-            *(f"{m['auto']:.2f}" for m in mixtures),
+            *(f"{m['paired']:.2f} ({m['in_all']:.2f})" for m in mixtures),
             *(f"{m['best']}, {m['auto_over_best']:.2f}" for m in mixtures),
         ]
     )
     same = all(case["same_tokens"] for result in results for case in result["cases"])
     given, where = results[0]["options"], place_of(results[0]["machine"], results[0]["machine"]["threads"])
     said = "All answers are those of plain decoding." if same else "NOT all answers are those of plain decoding."
-    return f"{table(rows)}\n\n{where}; {given['limit']} prompts of each group, {given['max_tokens']} tokens each. {said}"
+    how = "Medians of pairs of segments, in brackets by all of the time; the best fixed setting by all of the time."
+    return f"{table(rows)}\n\n{where}; {given['limit']} prompts of each group, {given['max_tokens']} tokens each. {how} {said}"
 
 
 def mixture(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All groups with a sweep as one workload, each weighing as much: mean of the time over plain decoding's."""
+    """All groups with a sweep as one workload: by pairs, and by the time over plain decoding's, where each weighs as much."""
     groups = [case for case in cases if case["fixed"]]
-    auto = len(groups) / sum(1.0 / case["speedup_in_all"] for case in groups)
-    fixed = {label: len(groups) / sum(1.0 / case["fixed"][label] for case in groups) for label in groups[0]["fixed"]}
-    best = max(fixed, key=lambda label: fixed[label])
-    return {"auto": auto, "best": best, "auto_over_best": auto / fixed[best]}
+
+    def in_all(speedups: Iterable[float]) -> float:
+        return len(groups) / sum(1.0 / speedup for speedup in speedups)
+
+    timed = {label: [ms for case in groups for ms in case["ms_per_token"][label]] for label in groups[0]["ms_per_token"]}
+    auto = timed.pop("auto")
+    return {
+        "paired": statistics.median(plain / own for plain, own in zip(timed["plain"], auto, strict=True)),
+        "in_all": in_all(case["speedup_in_all"] for case in groups),
+        "best": max(groups[0]["fixed"], key=lambda label: in_all(case["fixed"][label] for case in groups)),
+        "auto_over_best": over_best(auto, timed),
+    }
 
 
 def load_text(result: Mapping[str, Any]) -> str:

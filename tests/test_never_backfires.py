@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from foredraft.bench_figures import over_best
 from foredraft.workloads import load_dataset
 from toy_llm import ToyLLM
 
@@ -56,11 +57,22 @@ def test_a_case_is_missing_or_its_figures_do_not_fit_together(
         assert set(case["fixed"]) == {"ngram K=2", "suffix K=2"} and case["num_prompts"] == 2
         best = max(case["fixed"].values())
         assert case["best_fixed_speedup"] == max(best, 1.0)
-        assert case["auto_over_best"] == pytest.approx(case["speedup_in_all"] / max(best, 1.0))
+        assert case["auto_over_highest"] == pytest.approx(case["speedup_in_all"] / max(best, 1.0))
+        timed = case["ms_per_token"]
+        assert set(timed) == {"plain", "auto", *case["fixed"]} and len({len(found) for found in timed.values()}) == 1
+        assert case["auto_over_best"] == pytest.approx(over_best(timed.pop("auto"), timed), rel=1e-3)
     assert result["worst"]["speedup_in_all"] == min(case["speedup_in_all"] for case in result["cases"])
     wrong = next(case for case in result["cases"] if case["name"] == "always wrong")
     assert all(rate < 0.6 for rate in wrong["drafters"]["synthetic"]["acceptance_per_position"])
     assert "flips every 50 tokens" in captured.err
+
+
+def test_the_luckiest_of_many_settings_passes_for_the_best() -> None:
+    # By the first, third, ... segment "a" is the fastest, by the others "b".
+    others = {"a": [1.0, 4.0] * 3, "b": [2.0, 3.0] * 3, "plain": [5.0, 5.0] * 3}
+    assert over_best([2.0, 2.0] * 3, others) == pytest.approx((4.0 / 2.0 + 2.0 / 2.0) / 2)
+    # One segment that was disturbed changes nothing.
+    assert over_best([2.0, 2.0, 2.0, 90.0, 2.0, 2.0], others) == over_best([2.0] * 6, others)
 
 
 def test_other_data_has_no_groups(script: ModuleType, tmp_path: Path) -> None:

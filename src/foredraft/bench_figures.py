@@ -202,3 +202,15 @@ def passes_by_rows(runs: Iterable[Run]) -> dict[str, dict[str, float]]:
         for rows, _, _, _, milliseconds in run.steps:
             found.setdefault(rows, []).append(milliseconds)
     return {str(rows): quartiles(found[rows]) or {} for rows in sorted(found) if len(found[rows]) >= 5}
+
+
+def over_best(way: Seq[float], others: Mapping[str, Seq[float]]) -> float:
+    """How many times as fast a way is as the best of ``others``: the median of pairs.
+
+    All are seconds a token in the same segments of text, timed in turn. The fastest of many ways that are timed once looks faster
+    than it is, so the best is chosen by every other segment and compared in those between, both ways round; this is the mean.
+    """
+    assert others and len(way) >= 2 and all(len(other) == len(way) for other in others.values()), (len(way), list(others))
+    slower = {label: [pair[0] / pair[1] for pair in zip(other, way, strict=True)] for label, other in others.items()}
+    chosen = [min(slower, key=lambda label: statistics.median(slower[label][half::2])) for half in (0, 1)]
+    return statistics.fmean(statistics.median(slower[chosen[half]][1 - half :: 2]) for half in (0, 1))

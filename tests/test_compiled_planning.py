@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from controller_world import Source, World
+from foredraft import _native
 from foredraft.controller import Controller
 from foredraft.cost import PassTimes
 
@@ -47,7 +48,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(modules) == 8, printed
     package = folder / "foredraft"
     package.mkdir()
-    for path in PACKAGE.iterdir():
+    # An editable install has its extension elsewhere.
+    for path in {path.name: path for path in (*PACKAGE.iterdir(), Path(_native.__file__))}.values():
         (package / path.name).symlink_to(path)
     include = [f"-I{path}" for path in (folder / "c", runtime, sysconfig.get_path("include"))]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")

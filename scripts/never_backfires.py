@@ -85,15 +85,16 @@ def group_prompts(llm: LLM, dataset: str | None, limit: int, max_tokens: int) ->
 
 def all_cases(llm: LLM, options: argparse.Namespace) -> list[Case]:
     """The groups, and what is meant to make speculation backfire."""
-    num_first, num_batches = HOSTILE_TIMES * options.limit, HOSTILE_TIMES
-    pool = group_prompts(llm, options.dataset, max(num_first, num_batches * BATCH), options.max_tokens)
+    num_first, num_batched = HOSTILE_TIMES * options.limit, HOSTILE_TIMES * BATCH
+    most = max(num_first, num_batched)
+    pool = group_prompts(llm, options.dataset, most, options.max_tokens)
     groups = {name: prompts[: options.limit] for name, prompts in pool.items()}
     # One of each group in turn, as long as there are any.
     mixed = [prompts[i] for i in range(max(map(len, pool.values()))) for prompts in pool.values() if i < len(prompts)]
-    first, mixed = mixed[:num_first], mixed[: num_batches * BATCH]
+    first, mixed = mixed[:num_first], mixed[:num_batched]
     rng = np.random.default_rng(options.seed)
     vocab_size = llm.target.vocab_size
-    noise = rng.integers(0, vocab_size, (max(num_first, num_batches * BATCH), 64)).tolist()
+    noise = rng.integers(0, vocab_size, (most, 64)).tolist()
     pass_seconds = llm.calibrate().at(1)
     ks = [k for k in options.k_sweep if k > 0]
     fixed = [Way(method, k) for method in ("ngram", "suffix") for k in ks]
@@ -116,7 +117,7 @@ def all_cases(llm: LLM, options: argparse.Namespace) -> list[Case]:
         Case("slow and right", first, make=synthetic(0.9, delay=1.0)),
         Case("slow and wrong", first, make=synthetic(0.1, delay=1.0)),
         Case("batch 16", mixed, batch=BATCH),
-        Case("batch 16, random tokens, temperature 1.5", noise[: num_batches * BATCH], batch=BATCH, temperature=1.5),
+        Case("batch 16, random tokens, temperature 1.5", noise[:num_batched], batch=BATCH, temperature=1.5),
         Case("batch 16, always wrong", mixed, batch=BATCH, make=synthetic(0.0)),
     ]
 

@@ -72,7 +72,7 @@ class ScriptedLLM:
             encode=lambda text: list(text.encode()),
         )
         self.checkpoint = SimpleNamespace(
-            tokenizer=tokenizer, quantization="Q4_1", architecture=SimpleNamespace(tie_embeddings=True)
+            path=Path(__file__), tokenizer=tokenizer, quantization="Q4_1", architecture=SimpleNamespace(tie_embeddings=True)
         )
         self.target = SimpleNamespace(weight_bytes=100_000_000, exactness="numeric", precision="float32", threads=2)
 

@@ -151,6 +151,21 @@ def test_what_is_finished_is_run_again_or_a_drafter_does_not_learn_of_it(scripte
     assert other.recalled == []
 
 
+def test_what_ran_with_other_prompts_or_files_of_the_same_name_is_taken_over(scripted: Setup, tmp_path: Path) -> None:
+    journal, head = tmp_path / "x.part", tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+
+    def resumed(*prompts: str) -> int:
+        chosen = options(k_sweep=(), dataset=dataset(tmp_path, *prompts), speculative_config={"suffix_decoding_base": str(head)})
+        scripted(lambda prompt, method, seed: steady(10.0))
+        return int(run_bench(chosen, Told(), journal)["resumed"])
+
+    assert [resumed("x", "y"), resumed("x", "y"), resumed("x", "z"), resumed("x", "z")] == [0, 2, 0, 2]
+    (head / "config.json").write_text("{ }")
+    assert resumed("x", "z") == 0
+
+
 def test_a_run_is_not_the_same_after_it_was_written_and_read() -> None:
     stats = SpeculationStats()
     stats.count(3, 2, 3)

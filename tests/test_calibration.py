@@ -71,3 +71,16 @@ def test_a_measurement_of_more_rows_than_a_pass_may_have_is_believed(tmp_path: P
 def test_a_quick_measurement_leaves_a_file(tmp_path: Path) -> None:
     measure(TimedTarget(1e-4), Identity(tmp_path, ("model",)))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_measurement_in_the_blocks_that_others_leave_is_kept_as_one_of_the_whole_cache(tmp_path: Path) -> None:
+    """Its times of long contexts are guesses, and the next start would believe them."""
+    identity = Identity(tmp_path, ("model",))
+    for num_held, num_files in ((62, 0), (32, 0), (0, 1)):
+        target = TimedTarget()
+        target.max_model_len = 200
+        kv = target.kv_cache()
+        kv.open(5, [])
+        assert kv.reserve(5, num_held * kv.block_size)
+        times = pass_times(target, kv, identity, max_rows=64, clock=lambda target=target: target.now)
+        assert times.at(1) == pytest.approx(0.011, rel=0.1) and len(list(tmp_path.iterdir())) == num_files

@@ -17,13 +17,15 @@ from foredraft.drafters.context import DrafterContext, DrafterFactory
 from foredraft.drafters.forced import ForcedDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.ngram_table import TargetIdentity
-from foredraft.drafters.registry import available, create, members
+from foredraft.drafters.registry import Sources, asking_models, available, create, members, together
 from foredraft.drafters.suffix import SuffixDrafter
+from foredraft.llm import LLM
 from foredraft.types import ConfigError, Drafter
 from head_files import HeadSpec
 from hf_weights import VOCAB_SIZE
 
 CONTEXT = DrafterContext(vocab_size=8, max_model_len=64)
+MODEL = "smollm2-135m"
 
 
 class Own(NgramDrafter):
@@ -169,3 +171,25 @@ def test_names_are_known_without_importing_a_drafter() -> None:
         "assert not {'torch', 'foredraft.drafters.suffix', 'foredraft.drafters.draft_model'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_methods_side_by_side_lose_what_one_of_them_has() -> None:
+    head, model = Sources(head="h", head_kind="eagle3", suffix_base="t"), Sources(draft_model="m")
+    assert together([Sources(), model, head]) == Sources("m", "h", "eagle3", "t")
+    assert asking_models(("ngram", "draft_model", "auto", "suffix", "eagle")) == ("draft_model", "auto", "eagle")
+
+
+@pytest.mark.model
+def test_a_method_beside_others_drafts_with_other_models_than_alone() -> None:
+    """As a bench opens it: whatever the engine's own method is."""
+    alone = {method: LLM(MODEL, speculative_config={"method": method}).new_drafters(method) for method in ("auto", "suffix")}
+    methods = ("suffix", "draft_model", "auto")
+    llm = LLM(MODEL, speculative_config={"method": "draft_model"}, also=methods)
+    beside = {method: llm.new_drafters(method) for method in methods}
+    assert (
+        list(beside["auto"]) == list(alone["auto"])
+        and "eagle3" in beside["auto"]
+        and list(beside["draft_model"]) == ["draft_model"]
+    )
+    for drafters in (beside["auto"], beside["suffix"], alone["suffix"]):
+        assert isinstance(drafters["suffix"], SuffixDrafter) and drafters["suffix"].table is not None

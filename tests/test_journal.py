@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.journal import Journal
+from foredraft.types import CapacityError
 
 KEY = {"options": {"ks": (1, 2)}, "version": "1"}
 
@@ -52,6 +53,17 @@ def test_parts_of_another_measurement_are_taken_over(tmp_path: Path) -> None:
     other = Journal(path, {**KEY, "version": "2"})
     assert other.get("a") is None
     assert len(Journal(path, KEY)) == 0
+
+
+def test_a_full_disk_ends_in_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    journal = Journal(path, KEY)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CapacityError, match=r"x\.part cannot be written .* run the same command again"):
+        journal.add("a", 1)
+    with pytest.raises(CapacityError, match=r"x\.part cannot be written"):
+        Journal(path, KEY)
 
 
 def test_a_journal_without_a_file_writes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

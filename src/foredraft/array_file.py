@@ -75,6 +75,22 @@ def write_whole(path: Path, data: bytes) -> None:
         ) from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """As ``write_whole``; what is no plain file, as a device or a pipe, is written to as it is.
+
+    Raises:
+        CapacityError: it cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        path = path.resolve()
+    except OSError as error:
+        raise CapacityError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from error
+    write_whole(path, text.encode())
+
+
 def check_writable(path: Path) -> None:
     """Find out before the work is done that ``path`` could not be written; its folder is made.
 

@@ -8,6 +8,8 @@ neither the prompt's length nor a draft that rode along with the prompt is in th
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -34,12 +36,15 @@ from foredraft.drafters import registry
 from foredraft.journal import Journal
 from foredraft.lanes import PLAIN, Way, blocks_needed
 from foredraft.llm import LLM, Prompt
+from foredraft.loader.resolve import fingerprint
 from foredraft.machine import describe_machine, measure_read_bandwidth
 from foredraft.target import resolve_device
 from foredraft.trial import Batch, Contest, Run
 from foredraft.types import ConfigError, RequestError, SamplingParams, refuse_unknown
 from foredraft.workloads import WORKLOADS, Workload, load_dataset
 
+# What of a machine's description changes from one hour to the next.
+PASSING = ("load", "date")
 NOTES = (
     "Tokens/s and speed-up are of decoding alone: from the step that emitted the first tokens, which do not count, to the end.",
     "All ways of a batch decoded in turn, in segments of 16 tokens; speed-up is the median of the paired ratios.",
@@ -110,13 +115,14 @@ def run_bench(options: BenchOptions, progress: Progress, journal_path: Path | No
     """
     workloads = _select(options)
     progress.note(f"loading {options.model}")
-    llm = LLM(options.model, speculative_config=options.engine_speculation(), **asdict(options.engine_config()))
+    llm = LLM(
+        options.model, speculative_config=options.engine_speculation(), also=options.methods, **asdict(options.engine_config())
+    )
     for line in llm.describe():
         progress.note(line)
     machine, model = describe_machine(), _describe_model(llm, options)
     batches, prompts = _batches(llm, workloads, options, progress)
-    key = {"version": __version__, "options": asdict(options), "model": model, "cpu": machine["cpu"], "cores": machine["cores"]}
-    journal = Journal(journal_path, key)
+    journal = Journal(journal_path, _journal_key(llm, options, machine, model, prompts))
     num_resumed = len(journal)
     if num_resumed:
         progress.note(f"going on after {num_resumed} finished parts")
@@ -146,6 +152,23 @@ def run_bench(options: BenchOptions, progress: Progress, journal_path: Path | No
 
 
 # ------------------------------------------------------------------------------------------------ what is run
+
+
+def _journal_key(
+    llm: LLM, options: BenchOptions, machine: Mapping[str, Any], model: Mapping[str, Any], prompts: Mapping[tuple[str, str], Prompt]
+) -> dict[str, Any]:
+    """All that the parts of a bench depend on: of files not just their names, of prompts not just those of their data set."""
+    named = [(options.speculative_config or {}).get(name) for name in ("model", "suffix_decoding_base")]
+    paths = [llm.checkpoint.path, *(Path(str(one)) for one in named if one)]
+    fixed = {name: value for name, value in machine.items() if name not in PASSING}
+    return {
+        "version": __version__,
+        "options": asdict(options),
+        "model": dict(model),
+        "machine": fixed,
+        "files": [stamp for path in paths if path.exists() for stamp in fingerprint(path)],
+        "prompts": hashlib.sha256(json.dumps(list(prompts.values())).encode()).hexdigest(),
+    }
 
 
 def _select(options: BenchOptions) -> list[Workload]:

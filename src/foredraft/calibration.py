@@ -46,9 +46,11 @@ def pass_times(
 ) -> PassTimes:
     """Times of passes of ``target``: from an earlier measurement if a few passes agree with it, else of about ``budget`` seconds.
 
-    Takes blocks of ``kv`` for the duration, and computes on whatever they hold.
+    Takes blocks of ``kv`` for the duration, and computes on whatever they hold.  Where sequences hold some, the longest contexts
+    may not be measured, and nothing is kept.
     """
     room = min(target.max_model_len, kv.num_available * kv.block_size)
+    is_whole = room == min(target.max_model_len, kv.num_blocks * kv.block_size)
     kv.open(_OWN_SEQ_ID, [], "", reuse=False)
     try:
         reserved = kv.reserve(_OWN_SEQ_ID, room)
@@ -67,7 +69,7 @@ def pass_times(
                 return checked
         start = clock()
         times = calibrate(run_pass, max_rows=most, max_context=room, budget=budget, clock=clock)
-        if clock() - start >= MIN_SECONDS_TO_KEEP:
+        if is_whole and clock() - start >= MIN_SECONDS_TO_KEEP:
             _write(identity.path, times)
         return times
     finally:

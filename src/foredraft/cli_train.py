@@ -59,6 +59,7 @@ def suffix(
 
     recipe = Recipe(seed=seed, temperatures=_numbers(temperatures))
     check_writable(out)
+    _refuse_others_file(out)
     llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
     tokenizer, name = llm.checkpoint.tokenizer, llm.checkpoint.name
     fitted = fit(collector.collect(tokens), llm.target.vocab_size)
@@ -127,6 +128,7 @@ def eagle3(
     budget = Budget(epochs, hours)
     recipe = Recipe(seed=seed)
     check_writable(out / WEIGHTS)
+    _refuse_others_folder(out, fit_eagle3.CHECKPOINT)
     recorder = StateRecorder()
     llm, collector = _collector(model, tokens, prompts, recipe, device, threads, recorder)
     checkpoint, architecture = llm.checkpoint, llm.checkpoint.architecture
@@ -194,6 +196,7 @@ def draft(
     options = fit_draft.DraftOptions(layers, hidden, vocab, loss, lr, texts_per_step, seed)
     budget, recipe = Budget(epochs, hours), Recipe(seed=seed)
     check_writable(out / fit_draft.CHECKPOINT)
+    _refuse_others_folder(out, fit_draft.CHECKPOINT)
     # Of its texts alone a draft model learns without anything that the target thought.
     recorder = None if loss == "tokens" else StateRecorder()
     llm, collector = _collector(model, tokens, prompts, recipe, device, threads, recorder)
@@ -211,6 +214,26 @@ def draft(
     fit = fit_draft.Fit(checkpoint, texts, identity, options, budget, out, on, threads, provenance)
     for file in fit.run(note):
         note(f"{file}: {size_of(file):,} bytes")
+
+
+def _refuse_others_file(out: Path) -> None:
+    """Refuse to write over what holds no statistics, such as the model itself."""
+    from foredraft.array_file import MAGIC
+    from foredraft.types import ConfigError
+
+    if out.is_file() and out.stat().st_size:
+        with out.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ConfigError(f"--out {out} is there already and holds no statistics; choose another file.")
+
+
+def _refuse_others_folder(out: Path, checkpoint: str) -> None:
+    """Refuse to write over a model that no training here has made, such as the target itself."""
+    from foredraft.train.head_file import PROVENANCE
+    from foredraft.types import ConfigError
+
+    if (out / "config.json").exists() and not any((out / name).exists() for name in (PROVENANCE, checkpoint)):
+        raise ConfigError(f"--out {out} holds a model that was not trained by this command; choose another folder.")
 
 
 def _collector(
@@ -266,10 +289,11 @@ def _state_files(recorder: StateRecorder) -> StateFiles:
 
 
 def _weights_of(llm: LLM) -> str:
-    """What tells the model's texts from those of others: its file, and the format that it is computed in."""
+    """What tells the model's texts from those of others: its files, and the format that it is computed in."""
+    from foredraft.loader.resolve import fingerprint
+
     checkpoint, config = llm.checkpoint, llm.config
-    stat = checkpoint.path.stat()
-    parts = (checkpoint.path, stat.st_mtime_ns, checkpoint.weight_bytes, checkpoint.quantization, config.device, config.dtype)
+    parts = (checkpoint.path, *fingerprint(checkpoint.path), checkpoint.quantization, config.device, config.dtype)
     return " ".join(map(str, parts))
 
 

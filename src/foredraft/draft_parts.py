@@ -5,6 +5,8 @@ Owns: which of them there are, and loading each when its drafter is made.  Does 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foredraft.config import EngineConfig, SpeculativeConfig
@@ -39,23 +41,36 @@ def build_target(checkpoint: Checkpoint, config: EngineConfig, max_model_len: in
 class DraftParts:
     """Draft model and head for ``checkpoint``, opened and checked, with no weight read yet.
 
-    ``progress`` is called while a draft model is fetched.
+    ``sources`` are those of the method of ``speculative``, and what the models of ``also``, methods too, add.  ``progress`` is
+    called while a draft model is fetched.
 
     Raises:
         ForedraftError: one of them cannot be read, or is not for this target.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, speculative: SpeculativeConfig, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        speculative: SpeculativeConfig,
+        progress: Progress | None = None,
+        also: Seq[str] = (),
     ) -> None:
         self._checkpoint, self._config = checkpoint, config
         self._rule = speculative.rejection_sample_method
         self._made_for = target_of(checkpoint)
-        self.sources = registry.sources(speculative, self._made_for)
+        self._by_method = {name: registry.sources(replace(speculative, method=name), self._made_for) for name in also}
+        self.sources = registry.together(
+            [registry.sources(speculative, self._made_for), *(self._by_method[name] for name in registry.asking_models(also))]
+        )
         name = self.sources.draft_model
         self.draft_model = load_checkpoint(name, progress=progress) if name is not None else None
         self.head = self._find_head()
         self.head_weights: HeadWeights | None = None
+
+    def sources_of(self, method: str) -> registry.Sources:
+        """What an engine of that method would have, for one of ``also``; all there is for any other."""
+        return self._by_method.get(method, self.sources)
 
     def context(self, target: ModelTarget, kv: KVCache) -> DrafterContext:
         """What drafters that serve ``target``, whose blocks ``kv`` accounts for, are made with."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foredraft.controller import Controller
 from foredraft.cost import PassWork
@@ -152,7 +155,10 @@ class Engine:
     def cancel(self, seq: Sequence) -> None:
         """End a sequence now, wherever it is; does nothing when it has ended already."""
         if self._scheduler.holds(seq):
-            self._end(seq, seq.finish_reason or "abort")
+            try:
+                self._end(seq, seq.finish_reason or "abort")
+            finally:
+                self.controller.close(seq)
 
     # -------------------------------------------------------------------------------------------- the loop
 
@@ -170,9 +176,15 @@ class Engine:
         self._verify(work, output)  # 5 verify
         watch.lap("verify")
         emissions = self._commit(work, output)  # 6 commit
-        self._observe(work, output)  # 7 observe
-        watch.lap("rest")
-        self._account(work, plan, watch)
+        try:
+            self._observe(work, output)  # 7 observe
+            watch.lap("rest")
+            self._account(work, plan, watch)
+        finally:
+            # Not before: the draft that ended a request counts as well.
+            for item in work:
+                if item.seq.finish_reason is not None:
+                    self.controller.close(item.seq)
         return emissions
 
     def _plan(self, work: list[_Work], num_rows_left: int) -> StepPlan:
@@ -244,19 +256,21 @@ class Engine:
         return emissions
 
     def _observe(self, work: list[_Work], output: PassOutput) -> None:
-        """Forget rejected rows, let drafters learn, and end what has ended."""
+        """Forget rejected rows, let drafters learn, and end what has ended, also when a drafter fails."""
         taps = self._taps(work)
-        for index, item in enumerate(work):
-            seq, num_standing = item.seq, item.num_rows + item.verdict.num_accepted
-            if item.draft.tokens:
-                self._kv.truncate(seq.seq_id, seq.num_computed)
-            self._kv.commit(seq.seq_id, seq.tokens[: seq.num_computed])
-            for name in seq.drafters:
-                drafter = self._drafters[name]
-                hidden = _select(output.hidden[index][:num_standing], taps, drafter.hidden_layers) if output.hidden else None
-                drafter.observe(seq, _verdict_on(item, name), hidden)
-            if seq.finish_reason is not None:
-                self._end(seq, seq.finish_reason)
+        with ExitStack() as ending:  # which begins with what it was told last
+            for item in reversed(work):
+                if item.seq.finish_reason is not None:
+                    ending.callback(self._end, item.seq, item.seq.finish_reason)
+            for index, item in enumerate(work):
+                seq, num_standing = item.seq, item.num_rows + item.verdict.num_accepted
+                if item.draft.tokens:
+                    self._kv.truncate(seq.seq_id, seq.num_computed)
+                self._kv.commit(seq.seq_id, seq.tokens[: seq.num_computed])
+                for name in seq.drafters:
+                    drafter = self._drafters[name]
+                    hidden = _select(output.hidden[index][:num_standing], taps, drafter.hidden_layers) if output.hidden else None
+                    drafter.observe(seq, _verdict_on(item, name), hidden)
 
     # -------------------------------------------------------------------------------------------- parts
 
@@ -264,26 +278,42 @@ class Engine:
         # Rows from the prefix cache have no logits.
         reuse = seq.params.prompt_logprobs is None
         seq.num_computed = seq.num_cached = self._kv.open(seq.seq_id, seq.tokens, seq.tenant, reuse=reuse)
-        for name in seq.drafters:
-            self._drafters[name].open(seq)
+        opened: list[str] = []
+        try:
+            for name in seq.drafters:
+                self._drafters[name].open(seq)
+                opened.append(name)
+        except BaseException:
+            self._withdraw(seq, opened)
+            raise
+        if seq.num_prompt_cached is None:
+            seq.num_prompt_cached = seq.num_cached
 
     def _preempt(self, seq: Sequence) -> None:
-        self._close(seq)
-        seq.num_computed = 0
-        seq.prompt_logprobs.clear()
         self.metrics.num_preemptions += 1
+        seq.prompt_logprobs.clear()
+        self._withdraw(seq, seq.drafters)
+
+    def _withdraw(self, seq: Sequence, names: Seq[str]) -> None:
+        """Undo an admission: what waits holds nothing."""
+        try:
+            self._release(seq, names)
+        finally:
+            seq.num_computed = 0
 
     def _end(self, seq: Sequence, reason: str) -> None:
+        """Take a sequence out of everything but the controller, which is to learn from its last step."""
         seq.finish_reason = reason
         self.metrics.finished[reason] += 1
         if self._scheduler.remove(seq):
-            self._close(seq)
-        self.controller.close(seq)
+            self._release(seq, seq.drafters)
 
-    def _close(self, seq: Sequence) -> None:
-        for name in seq.drafters:
-            self._drafters[name].close(seq)
-        self._kv.close(seq.seq_id)
+    def _release(self, seq: Sequence, names: Seq[str]) -> None:
+        """Close a sequence for these drafters and give up its blocks, whatever goes wrong with any of them."""
+        with ExitStack() as rest:
+            rest.callback(self._kv.close, seq.seq_id)
+            for name in reversed(names):
+                rest.callback(self._drafters[name].close, seq)
 
     def _meets_end(self, seq: Sequence, token: int) -> bool:
         """Decide whether ``token``, just appended, is the last; at one position a stop wins over a length."""
@@ -395,16 +425,35 @@ def _sound(seq: Sequence, draft: Draft, num_wanted: int, vocab_size: int) -> Dra
     """
     if draft.parents is not None:
         raise ConfigError("a drafter proposed a tree, and this version verifies chains only; leave Draft.parents None.")
+    if draft.probs is not None and len(draft.probs) != len(draft.tokens):
+        raise ConfigError(
+            f"a draft must have one of Draft.probs for each token, and a drafter proposed {len(draft.tokens)} tokens with "
+            f"{len(draft.probs)}; give each token what it was drawn from, or leave Draft.probs None."
+        )
     if type(draft.tokens) is not tuple or any(type(token) is not int for token in draft.tokens):
         draft = replace(draft, tokens=tuple(int(token) for token in draft.tokens))
-    if draft.confidence is not None and any(type(one) is not float for one in draft.confidence):
-        draft = replace(draft, confidence=tuple(float(one) for one in draft.confidence))
+    if draft.confidence is not None and not _is_plain(draft.confidence, len(draft.tokens)):
+        draft = replace(draft, confidence=_plain(draft.confidence, len(draft.tokens)))
     tokens = draft.tokens[:num_wanted]
     num_possible = _num_possible(seq, tokens, vocab_size)
     if draft.probs is None or num_possible == len(tokens):
         return draft.cut(num_possible)
     is_at_end = seq.grammar is not None and seq.grammar.allowed(seq, tokens[:num_possible]) is None
     return draft.cut(num_possible + (not is_at_end))
+
+
+def _is_plain(confidence: object, num_tokens: int) -> bool:
+    """Whether a confidence is what the planning takes, which may be compiled: a tuple with a float for each token."""
+    return type(confidence) is tuple and len(confidence) == num_tokens and all(type(one) is float for one in confidence)
+
+
+def _plain(confidence: Any, num_tokens: int) -> tuple[float, ...] | None:
+    """A confidence as floats; None where it cannot be one: a draft of unknown confidence is as sound as any."""
+    try:
+        plain = tuple(float(one) for one in confidence)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return plain if len(plain) == num_tokens else None
 
 
 def _num_possible(seq: Sequence, tokens: tuple[int, ...], vocab_size: int) -> int:

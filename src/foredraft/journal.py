@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foredraft.array_file import write_whole
+from foredraft.types import CapacityError
+
 
 class Journal:
     """Parts by name, each a line of JSON behind a first line that says what they are parts of.
@@ -17,6 +20,9 @@ class Journal:
     Args:
         path: of the file; None keeps nothing.
         key: all that the parts depend on; a file with another key is written over.
+
+    Raises:
+        CapacityError: the file cannot be written.
     """
 
     def __init__(self, path: Path | None, key: Mapping[str, Any]) -> None:
@@ -31,7 +37,7 @@ class Journal:
             self._parts = {line["part"]: line["data"] for line in lines[1:]}
         # Written anew: a line that an interruption cut off is gone, and with it what would be appended to it.
         text = [json.dumps({"key": head}), *(_line(name, data) for name, data in self._parts.items())]
-        path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+        write_whole(path, "".join(f"{line}\n" for line in text).encode())
 
     @staticmethod
     def _lines(path: Path) -> list[Any]:
@@ -53,11 +59,22 @@ class Journal:
         return self._parts.get(name)
 
     def add(self, name: str, data: Any) -> None:
-        """Keep a part; when this returns it is in the file."""
+        """Keep a part; when this returns it is in the file.
+
+        Raises:
+            CapacityError: it cannot be written; the parts before it are still there.
+        """
         self._parts[name] = data
-        if self.path is not None:
+        if self.path is None:
+            return
+        try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_line(name, data) + "\n")
+        except OSError as error:
+            raise CapacityError(
+                f"{self.path} cannot be written ({error.strerror or error}); free some space and run the same command again, it "
+                "goes on from there."
+            ) from error
 
 
 def _line(name: str, data: Any) -> str:

@@ -10,10 +10,11 @@ import platform
 import random
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from foredraft import __version__
 from foredraft.calibration import Identity, pass_times
@@ -46,7 +47,10 @@ Message = Mapping[str, str]
 
 @dataclass
 class Request:
-    """A submitted request: its sequences, and what has been handed out of each."""
+    """A submitted request: its sequences, and what has been handed out of each.
+
+    ``news`` are the requests of the same call, by id, that a step touched since the call last looked, whoever made that step.
+    """
 
     request_id: str
     prompt: str | None
@@ -58,6 +62,8 @@ class Request:
     first_token: float | None = None
     num_taken: list[int] = field(default_factory=list)
     num_drafted_taken: list[int] = field(default_factory=list)
+    news: dict[str, Request] | None = field(default=None, repr=False, compare=False)
+    prompt_logprobs: list[Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -77,6 +83,7 @@ class LLM:
         drafters: your own drafters by name; ``speculative_config``'s ``method`` may name one, and ``auto`` asks them too.
         trace: called with each of the controller's decisions, see ``foredraft.controller.replay_decision``.
         progress: called with (done_bytes, total_bytes) while a model is fetched.
+        also: further methods whose models are loaded, each as an engine of that method has them, for ``new_drafters``.
         options: fields of EngineConfig: device, dtype, ops, seed, max_model_len, kv_cache_memory, threads, block_size,
             max_num_seqs, max_num_batched_tokens, enable_prefix_caching.
 
@@ -92,6 +99,7 @@ class LLM:
         drafters: Mapping[str, DrafterFactory] | None = None,
         progress: Progress | None = None,
         trace: Callable[[Mapping[str, Any]], None] | None = None,
+        also: Seq[str] = (),
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_dict(options)
@@ -99,7 +107,7 @@ class LLM:
         self._factories = dict(drafters or {})
         registry.check(self.speculative_config, self._factories)
         self.checkpoint = load_checkpoint(model, progress=progress)
-        self._parts = parts = DraftParts(self.checkpoint, self.config, self.speculative_config, progress)
+        self._parts = parts = DraftParts(self.checkpoint, self.config, self.speculative_config, progress, also)
         self.memory = plan_memory(
             self.checkpoint, parts.draft_model, self.config, self.speculative_config, head=parts.head, sources=parts.sources
         )
@@ -147,25 +155,28 @@ class LLM:
                 self._drafters[name] = self._new_drafter(name, config, self.kv)
         return names
 
-    def _new_drafter(self, name: str, config: SpeculativeConfig, kv: KVCache) -> Drafter:
-        context = self._parts.context(self.target, kv)
-        return registry.create(name, self._parts.sources.settings(name, config), context, self._factories)
+    def _new_drafter(self, name: str, config: SpeculativeConfig, kv: KVCache, found: registry.Sources | None = None) -> Drafter:
+        context, found = self._parts.context(self.target, kv), found or self._parts.sources
+        return registry.create(name, found.settings(name, config), context, self._factories)
 
     def new_drafters(self, method: str, kv: KVCache | None = None) -> dict[str, Drafter]:
         """Drafters of a method that share nothing with the engine's own but weights, and a draft model's cache.
 
         ``kv`` accounts for the blocks of the engine that they will serve; None is this one's.
         """
-        config = replace(self.speculative_config, method=method)
-        names = registry.members(config, self._factories, self._parts.sources)
+        config, found = replace(self.speculative_config, method=method), self._parts.sources_of(method)
+        names = registry.members(config, self._factories, found)
         shared = self._ensure_drafters(replace(config, method="draft_model")) if "draft_model" in names else ()
-        return {n: self._drafters[n] if n in shared else self._new_drafter(n, config, kv or self.kv) for n in names}
+        return {n: self._drafters[n] if n in shared else self._new_drafter(n, config, kv or self.kv, found) for n in names}
 
     def calibrate(self) -> PassTimes:
-        """What passes take here: measured at first, and since then learned from those that ran."""
-        if not self._is_calibrated:
-            self._is_calibrated = True
+        """What passes take here: measured at first, and since then learned from those that ran.
+
+        While requests hold blocks nothing is measured: they would wait for it, and the rest of the cache may be too small.
+        """
+        if not self._is_calibrated and self.kv.num_available == self.kv.num_blocks:
             self.controller.cost = PassCost(self._pass_times())
+            self._is_calibrated = True
         return self.controller.cost.times
 
     def time_passes(self, max_rows: int, budget: float) -> PassTimes:
@@ -235,6 +246,8 @@ class LLM:
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, tenant: str = "") -> Request:
         """Queue one request; ``step`` moves it on.  ``tenant`` isolates the prefix cache and shared statistics."""
+        if not isinstance(sampling_params, SamplingParams | None):
+            raise RequestError(f"sampling_params must be SamplingParams, not {sampling_params!r:.80}; write SamplingParams(...).")
         params = sampling_params or SamplingParams()
         text, token_ids = self._tokenize(prompt)
         config = self.speculative_config.override(params.speculative)
@@ -242,7 +255,7 @@ class LLM:
         shape = params.structured_outputs
         grammars = [None if shape is None else self.grammars.start(shape) for _ in range(params.n)]
         drafters = self._ensure_drafters(config, has_grammar=shape is not None)
-        if drafters and config.adaptive:
+        if drafters and config.adaptive and not self.engine.has_work:
             self.calibrate()
         seed = params.seed if params.seed is not None else self._draw_seed(63)
         rules = TokenRules(self.checkpoint.eos_ids, self._bad_words(params))
@@ -283,6 +296,8 @@ class LLM:
         touched = list({id(r): r for r in (self._requests[emission.seq.seq_id] for emission in emissions)}.values())
         for request in touched:
             request.first_token = request.first_token or now
+            if request.news is not None:
+                request.news[request.request_id] = request
         for emission in emissions:
             if emission.seq.finish_reason is not None:
                 del self._requests[emission.seq.seq_id]
@@ -290,9 +305,7 @@ class LLM:
 
     def abort(self, request: Request) -> None:
         """Cancel a request; what it received so far stays."""
-        for seq in request.seqs:
-            self.engine.cancel(seq)
-            self._requests.pop(seq.seq_id, None)
+        self._abort_all([request])
 
     def take(self, request: Request) -> RequestOutput:
         """What a request received since the last ``take``."""
@@ -302,7 +315,7 @@ class LLM:
 
     def _submit_all(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[Request]:
         many = _prompts(prompts)
-        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        each: list[Any] = list(params) if _is_many(params) else [params] * len(many)
         if len(each) != len(many):
             raise RequestError(
                 f"sampling_params must be one for all or one for each of the {len(many)} prompts, not {len(each)}; match them."
@@ -312,23 +325,39 @@ class LLM:
             for prompt, one in zip(many, each, strict=True):
                 requests.append(self.submit(prompt, one))
         except BaseException:
-            for request in requests:
-                self.abort(request)
+            self._abort_all(requests)
             raise
         return requests
 
+    def _abort_all(self, requests: Seq[Request]) -> None:
+        """Cancel requests, the others too when a drafter fails at the end of one."""
+        with ExitStack() as rest:
+            for seq in (seq for request in reversed(requests) for seq in reversed(request.seqs)):
+                rest.callback(self._requests.pop, seq.seq_id, None)
+                rest.callback(self.engine.cancel, seq)
+
     def _run(self, requests: list[Request]) -> Iterator[Request]:
-        """Step until all are finished, yielding those of ``requests`` that received something; on any exit cancel the rest."""
-        open_requests = {id(request) for request in requests}
+        """Step until all are finished, yielding those of ``requests`` that received something; on any exit cancel the rest.
+
+        While the caller holds one of them, others may step, and end any of these.
+        """
+        news: dict[str, Request] = {}
+        left = {request.request_id: request for request in requests}
+        for request in requests:
+            request.news = news
         try:
-            while open_requests:
-                for request in self.step():
-                    if id(request) in open_requests:
-                        yield request
-                open_requests = {id(request) for request in requests if not request.finished}
+            while left:
+                if not news:
+                    self.step()
+                if not news and not self.engine.has_work:  # they ended in a step of others that failed
+                    news.update(left)
+                while news:
+                    request = news.pop(next(iter(news)))
+                    if request.finished:
+                        left.pop(request.request_id, None)
+                    yield request
         finally:
-            for request in requests:
-                self.abort(request)
+            self._abort_all(requests)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -395,7 +424,6 @@ class LLM:
                 )
             )
         first = request.seqs[0]
-        prompt_logprobs = self._decoded(first.prompt_logprobs) if request.params.prompt_logprobs is not None else None
         since = request.submitted
         return RequestOutput(
             request_id=request.request_id,
@@ -409,9 +437,17 @@ class LLM:
                 latency=time.perf_counter() - since,
                 speculation=SpeculationStats.merged([seq.stats for seq in request.seqs]),
             ),
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=first.num_cached,
+            prompt_logprobs=self._prompt_logprobs(request) if request.params.prompt_logprobs is not None else None,
+            num_cached_tokens=first.num_prompt_cached or 0,
         )
+
+    def _prompt_logprobs(self, request: Request) -> list[Any]:
+        """Decoded once, when all are there: every piece of a stream holds them."""
+        first = request.seqs[0]
+        decoded = request.prompt_logprobs or self._decoded(first.prompt_logprobs)
+        if len(decoded) == first.num_prompt:
+            request.prompt_logprobs = decoded
+        return list(decoded)
 
     def _decoded(self, entries: Seq[TokenLogprobs | None]) -> list[Any]:
         decode = self.checkpoint.tokenizer.decode
@@ -428,18 +464,20 @@ def _cumulative(seq: Sequence) -> float:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    ids: list[Any] = list(prompt) if isinstance(prompt, Seq) else [prompt]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    ids: list[Any] = list(prompt) if isinstance(prompt, Seq) else []
+    if not isinstance(prompt, Seq) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise RequestError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}; write it as text.")
     return ids
 
 
 def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list; a flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    many: list[Any] = list(prompts)
-    return [many] if many and all(isinstance(item, int) for item in many) else many
+    many: list[Any] = list(prompts) if _is_many(prompts) else [prompts]
+    return [many] if _is_many(prompts) and many and all(isinstance(item, int) for item in many) else many
+
+
+def _is_many(value: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(value, Iterable) and not isinstance(value, str | Mapping)
 
 
 def _conversations(conversations: Seq[Any]) -> list[Seq[Message]]:

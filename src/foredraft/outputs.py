@@ -15,11 +15,12 @@ from foredraft.types import SpeculationStats, TokenLogprobs
 class CompletionOutput:
     """One of a request's ``n`` answers.
 
-    ``token_ids`` include the EOS or stop token that ended it; ``text`` does not.  ``finish_reason`` is ``stop``, ``length``,
-    ``abort``, ``error``, or None while it goes on; ``stop_reason`` is the stop string, the stop token id, or what went wrong; None
-    for EOS.  ``origins`` names each token's way into the answer: plain, accepted, recovered or bonus.  ``drafter`` made the draft
-    that was verified last, ``none`` for none, and ``num_drafted`` counts the draft tokens that were verified.  From ``LLM.stream``
-    text, token_ids, logprobs, origins and num_drafted hold only what is new.
+    ``token_ids`` include the EOS or stop token that ended it.  ``text`` is that of all of them, cut at a stop string: the text of
+    one of ``stop_token_ids`` is part of it, and EOS, which is a special token, has text only with ``skip_special_tokens=False``.
+    ``finish_reason`` is ``stop``, ``length``, ``abort``, ``error``, or None while it goes on; ``stop_reason`` is the stop string,
+    the stop token id, or what went wrong; None for EOS.  ``origins`` names each token's way into the answer: plain, accepted,
+    recovered or bonus.  ``drafter`` made the draft that was verified last, ``none`` for none, and ``num_drafted`` counts the draft
+    tokens that were verified.  From ``LLM.stream`` text, token_ids, logprobs, origins and num_drafted hold only what is new.
     """
 
     index: int
@@ -45,7 +46,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One request's result.  ``seed`` is the one used, drawn by the engine when the request had none."""
+    """One request's result.  ``seed`` is the one used, drawn by the engine when the request had none.
+
+    ``num_cached_tokens`` are those of the prompt that the prefix cache held when the request began.
+    """
 
     request_id: str
     prompt: str | None

@@ -34,7 +34,8 @@ class Scheduler:
     grow into.  When a running one needs a block and none is left, the youngest is preempted: its blocks are freed and it
     is computed again later.
 
-    ``on_admit`` and ``on_preempt`` let the engine, the only writer of sequences, follow.
+    ``on_admit`` and ``on_preempt`` let the engine, the only writer of sequences, follow.  One that raises leaves the sequence
+    waiting, and must leave it without blocks.
     """
 
     def __init__(
@@ -99,8 +100,9 @@ class Scheduler:
                 continue
             victim = self.running.pop()
             assert self.running, f"{self._kv.num_blocks} blocks cannot hold the {len(seq.tokens)} tokens of sequence {seq.seq_id}"
-            self._on_preempt(victim)
+            # First, so that whatever goes wrong it is somewhere and can be removed.
             self.waiting.appendleft(victim)
+            self._on_preempt(victim)
             num_preempted += 1
         self.num_preemptions += num_preempted
         return num_preempted
@@ -111,8 +113,9 @@ class Scheduler:
             # Cached blocks are counted as needed here; that refuses some that would fit, but never admits one that would not.
             if self._kv.blocks_for(len(seq.tokens)) + len(self.running) > self._kv.num_available:
                 break
-            self.waiting.popleft()
+            # A sequence that could not be admitted waits on, and can be removed.
             self._on_admit(seq)
+            self.waiting.popleft()
             reserved = self._kv.reserve(seq.seq_id, len(seq.tokens))
             assert reserved, f"sequence {seq.seq_id} was admitted without room for its {len(seq.tokens)} tokens"
             self.running.append(seq)

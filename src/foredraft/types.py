@@ -108,6 +108,8 @@ class Sequence:
     ``num_computed`` tokens have their keys and values in the target's cache; a step computes the rest, plus a draft.
     The token at index ``t`` of ``tokens`` is drawn with noise keyed by (seed, t, token, sample_index).  ``drafters`` may be
     asked for drafts of at most ``num_speculative_tokens``; an ``adaptive`` sequence verifies as much of them as pays.
+    ``num_cached`` tokens came from the prefix cache at the latest admission, ``num_prompt_cached`` at the first: after a preemption
+    a request finds even its own answer there.
     """
 
     seq_id: int
@@ -132,6 +134,7 @@ class Sequence:
     stats: SpeculationStats = field(default_factory=lambda: SpeculationStats())
     last_drafter: str = "none"
     grammar: Grammar | None = None
+    num_prompt_cached: int | None = None
 
     @property
     def num_output(self) -> int:

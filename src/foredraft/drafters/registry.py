@@ -10,7 +10,8 @@ A package offers a drafter through an entry point of group ``foredraft.drafters`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -90,6 +91,22 @@ def sources(config: SpeculativeConfig, target: shipped.Target | None = None) -> 
             draft = found.draft_model
     base = found.suffix_base if method in (AUTO, "suffix") else None
     return Sources(draft, head, kind, named.suffix_base or base)
+
+
+def asking_models(methods: Iterable[str]) -> tuple[str, ...]:
+    """Those of these methods that may ask a model."""
+    return tuple(method for method in methods if method == AUTO or method in WITH_MODEL)
+
+
+def together(some: Seq[Sources]) -> Sources:
+    """For each part the first that there is."""
+    with_head = next((one for one in some if one.head is not None), Sources())
+    return Sources(
+        next((one.draft_model for one in some if one.draft_model is not None), None),
+        with_head.head,
+        with_head.head_kind,
+        next((one.suffix_base for one in some if one.suffix_base is not None), None),
+    )
 
 
 def _named(config: SpeculativeConfig) -> Sources:

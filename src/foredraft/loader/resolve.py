@@ -62,6 +62,14 @@ def resolve_model(
     )
 
 
+def fingerprint(path: Path) -> tuple[str, ...]:
+    """What changes when a model's files do: name, size and time of each that it consists of."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for pattern in HUB_PATTERNS for file in path.glob(pattern))
+    return tuple(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+
+
 def _check_path(path: Path) -> Path:
     if path.is_file():
         if path.suffix.lower() == ".gguf":

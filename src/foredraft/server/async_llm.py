@@ -6,6 +6,7 @@ Owns: the hand-over between event loops and the engine's thread.  Does not know:
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,8 @@ from foredraft.types import RequestError, SamplingParams
 
 Reply = RequestOutput | BaseException
 T = TypeVar("T")
+
+logger = logging.getLogger("foredraft.server")
 
 
 def joined(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
@@ -201,22 +204,39 @@ class AsyncLLM:
     # Everything below runs in the engine's thread.
 
     def _work(self) -> None:
-        while not self._closed:
-            self._drain(wait=not self._clients)
-            if self._clients and not self._closed:
-                self._step()
-        self._drain(wait=False)
-        for client in list(self._clients.values()):
-            self._abort(client)
-            client.mailbox.put(RequestError("the engine was closed before this request ended; send it again."))
+        try:
+            while not self._closed:
+                self._drain(wait=not self._clients)
+                if self._clients and not self._closed:
+                    self._step()
+        finally:
+            # Also where something ends the thread: from here on nobody may wait for it.
+            with self._lock:
+                self._closed = True
+            self._drain(wait=False)
+            self._fail_all(RequestError("the engine was closed before this request ended; send it again."))
 
     def _drain(self, wait: bool) -> None:
         while True:
             try:
-                self._commands.get(block=wait)()
+                command = self._commands.get(block=wait)
             except queue.Empty:
                 return
             wait = False
+            try:
+                command()
+            except Exception:
+                # Whoever waits for an answer has got the error; the others have no part in it.
+                logger.exception("a command to the engine failed")
+
+    def _fail_all(self, error: BaseException) -> None:
+        for client in list(self._clients.values()):
+            self._fail(client, error)
+
+    def _fail(self, client: _Client, error: BaseException) -> None:
+        """End a request with an error, whatever goes wrong at its end."""
+        self._abort(client)
+        client.mailbox.put(error)
 
     def _step(self) -> None:
         try:
@@ -225,16 +245,17 @@ class AsyncLLM:
                 self._on_step(self._llm)
         except Exception as error:
             # The step may have failed for any of them, and its state is unknown: all get the error, none hangs.
-            for client in list(self._clients.values()):
-                self._abort(client)
-                client.mailbox.put(error)
+            self._fail_all(error)
             return
         for request in touched:
             client = self._clients[request.request_id]
-            if request.finished or not client.whole:
-                client.mailbox.put(self._llm.take(request))
+            try:
+                if request.finished or not client.whole:
+                    client.mailbox.put(self._llm.take(request))
+            except Exception as error:
+                self._fail(client, error)
             if request.finished:
-                del self._clients[request.request_id]
+                self._clients.pop(request.request_id, None)
 
     def _submit(self, client: _Client, prompt: Prompt, params: SamplingParams | None, tenant: str) -> None:
         client.request = self._llm.submit(prompt, params, tenant=tenant)
@@ -242,4 +263,8 @@ class AsyncLLM:
 
     def _abort(self, client: _Client) -> None:
         if client.request is not None and self._clients.pop(client.request.request_id, None) is not None:
-            self._llm.abort(client.request)
+            try:
+                self._llm.abort(client.request)
+            except Exception:
+                # Its blocks are free all the same, and whoever waits for it is told why it ends.
+                logger.exception("a request was not ended as it should be")

@@ -155,8 +155,8 @@ def serve(open_llm: Callable[[], LLM], config: ServerConfig, tell: Callable[[str
     # The address is taken first: a model that took a while to load and then has no port would be a waste.
     with listen(config) as listener:
         llm = open_llm()
-        if llm.speculative_config.method != "none":
-            llm.calibrate()
+        # Also without speculation, which a request may ask for: later others run, and then nothing can be measured.
+        llm.calibrate()
         set_up_log()
         server = make_server(llm, config, tell)
         host, port = listener.getsockname()[:2]

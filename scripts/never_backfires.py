@@ -6,8 +6,8 @@ stdout at the end.
 Cases: categories of a data set (the six groups of Spec-Bench when it is one; the built-in prompts without), prompts of random
 tokens at temperature 1.5, a drafter that is always wrong, one that is right and wrong in turn for 50 tokens each, one that is
 slow, and batches of 16.  All ways of a case decode in turn, in segments of a few tokens of the same text; figures are medians
-over prompts of plain seconds over the way's seconds, and over segments.  What is meant to backfire runs on several times as many
-prompts, since there two per cent count; not on the same ones again, since drafters remember answers.
+over prompts of plain seconds over the way's seconds, and over segments.  What is meant to backfire runs on ``LEAST_HOSTILE``
+prompts or more, since there two per cent count; not on the same ones again, since drafters remember answers.
 
 The fastest of many ways that are timed once looks faster than it is.  So the best fixed setting is chosen by every other segment
 and compared with ``auto`` in those between, both ways round, by the median of pairs.
@@ -48,7 +48,7 @@ GROUPS = {
 FLIP_EVERY = 50
 SEGMENT = 16
 BATCH = 16
-HOSTILE_TIMES = 4
+LEAST_HOSTILE, BATCHES = 16, 6
 Prompts = list[list[int]]
 MakeDrafters = Callable[[Mapping[tuple[int, ...], Sequence[int]]], dict[str, Drafter]]
 
@@ -85,7 +85,7 @@ def group_prompts(llm: LLM, dataset: str | None, limit: int, max_tokens: int) ->
 
 def all_cases(llm: LLM, options: argparse.Namespace) -> list[Case]:
     """The groups, and what is meant to make speculation backfire."""
-    num_first, num_batched = HOSTILE_TIMES * options.limit, HOSTILE_TIMES * BATCH
+    num_first, num_batched = max(LEAST_HOSTILE, options.limit), BATCHES * BATCH
     most = max(num_first, num_batched)
     pool = group_prompts(llm, options.dataset, most, options.max_tokens)
     groups = {name: prompts[: options.limit] for name, prompts in pool.items()}
@@ -201,7 +201,7 @@ def summary(
         "auto_over_best": over_best(timed["auto"], others) if fixed else None,
         "auto_over_highest": in_all["auto"] / (fixed[best] if best else 1.0) if fixed else None,
         "fixed": fixed,
-        "ms_per_token": {label: [round(1e3 * seconds, 4) for seconds in found] for label, found in timed.items()},
+        "ms_per_token": {label: [round(1e3 * seconds, 3) for seconds in found] for label, found in timed.items()},
         "same_tokens": same,
         "drafters": snapshot["drafters"],
     }

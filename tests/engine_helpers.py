@@ -346,7 +346,7 @@ def warm_table() -> NgramTable:
 
 def table_of(arrays: Mapping[str, Any]) -> NgramTable:
     """A table that was never in a file."""
-    identity = {"model": "toy", "vocab_size": 8, "vocabulary": ""}
+    identity = {"model": "toy", "vocab_size": 0, "vocabulary": ""}
     return NgramTable(ArrayFile({"identity": identity, "provenance": {}}, arrays))
 
 

@@ -16,6 +16,7 @@ import pytest
 from cli_helpers import END, FakeLLM, Run
 from cli_helpers import run as run
 from foredraft import __version__, cli, cli_models, cli_options
+from foredraft.array_file import write_text
 from foredraft.terminal import DownloadBar
 from foredraft.types import ConfigError, ModelNotFoundError, StructuredOutputs
 
@@ -388,6 +389,27 @@ def test_models_lists_aliases_and_drafters_without_any_cache(run: Run, monkeypat
     assert first.split()[:5] == ["smollm2-135m", "no", "98", "MB", "Apache-2.0"]
     assert "ngram" in out.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_listed_as_empty(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(None, "models", str(tmp_path / "none"))
+    assert (code, out) == (2, "") and "there is no folder" in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_file_that_may_not_be_written_is_found_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    path.chmod(0o400)
+    with pytest.raises(ConfigError, match="--json must name a file"):
+        cli_options.check_output("--json", path)
+
+
+def test_a_device_is_replaced_by_a_file_or_refused() -> None:
+    null = Path("/dev/null")
+    cli_options.check_output("--json", null)
+    write_text(null, "{}")
+    assert null.is_char_device()
 
 
 def test_models_lists_what_the_hub_has_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -113,6 +113,10 @@ def test_options_of_answers_and_of_passes_are_not_mixed(run: Run, arguments: lis
         (["--passes", "--ops", "cpp"], "'cpp'"),
         (["--speculative-config", "{"], "not valid JSON"),
         (["--speculative-config", "[]"], "JSON object"),
+        (["--speculative-config", '{"a":' + "9" * 5000 + "}"], "not valid JSON"),
+        (["--speculative-config", "[" * 100_000], "not valid JSON"),
+        (["--k-sweep", "8-0"], "--k-sweep must have ranges that rise, not 8-0; write 0-8"),
+        (["--json", "x" * 300], "--json must name a file"),
     ],
 )
 def test_bench_refuses_mistakes_before_it_fetches_a_model(
@@ -146,6 +150,20 @@ def test_a_bench_that_is_stopped_loses_what_it_has(run: Run, monkeypatch: pytest
     assert (code, out) == (130, "")
     assert err == f"what is finished is kept in {path}.part; the same command goes on from there\nstopped\n"
     assert (tmp_path / "x.json.part").read_text() == "parts"
+
+
+def test_figures_are_lost_where_their_file_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, kept = tmp_path / "x.json", tmp_path / "x.json.part"
+
+    def run_bench(options: Any, progress: Any, journal: Path) -> dict[str, Any]:
+        journal.write_text("parts")
+        path.mkdir()  # since the check at the start
+        return {"overall": []}
+
+    scripted_bench(monkeypatch, run_bench)
+    code, out, err = run(None, "bench", "m", "--json", str(path))
+    assert (code, out) == (2, "a table\n") and "x.json cannot be written" in err and err.count("\n") == 1
+    assert kept.read_text() == "parts"
 
 
 def test_a_bench_without_a_file_writes_one(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -204,6 +222,7 @@ def test_experiments_are_not_given_their_options_or_not_printed(run: Run, monkey
         (["--max-tokens", "8"], "at least 32"),
         (["--json", "/no/such/folder/x.json"], "--json"),
         (["--device", "gpu"], "'gpu'"),
+        (["--only", ","], "only must name at least one experiment"),
     ],
 )
 def test_experiments_refuse_mistakes_after_minutes(

@@ -27,6 +27,11 @@ if extension() is None:
 CONTEXT = DrafterContext(vocab_size=50, max_model_len=100)
 
 
+def test_a_depth_that_compiled_code_has_no_number_for_is_refused_at_start() -> None:
+    drafter = suffix_native.create(SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=2**40), CONTEXT)
+    assert isinstance(drafter, NativeSuffixDrafter)
+
+
 @cache
 def table(vocab_size: int) -> NgramTable:
     """Statistics of random texts, with token ids of two bytes or of four."""

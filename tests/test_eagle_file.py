@@ -134,6 +134,18 @@ def test_a_head_knows_the_target_it_was_trained_for(tmp_path: Path) -> None:
         open_head(tmp_path)
 
 
+def test_a_layer_below_the_first_is_read(tmp_path: Path) -> None:
+    head = open_head(changed(tmp_path, config={"eagle_aux_hidden_state_layer_ids": None}))
+    with pytest.raises(ConfigError, match="needs the states of layer -1, but tiny has layers 0 to 1"):
+        fitted(head, TARGET, 64, 2)
+
+
+def test_a_state_of_another_size_than_the_heads_own_is_written_over_its_ends(tmp_path: Path) -> None:
+    folder = changed(tmp_path, HeadSpec(style="eagle", hidden=32), config={"target_hidden_size": 64})
+    with pytest.raises(ModelFileError, match="target_hidden_size is 64 and hidden_size 32"):
+        open_head(folder)
+
+
 def test_a_small_head_needs_ends_of_its_own(tmp_path: Path) -> None:
     head = open_head(HeadSpec(hidden=32).write(tmp_path))
     with pytest.raises(ConfigError, match="has no embed of its own and cannot use that of tiny"):

@@ -157,7 +157,7 @@ def finding(holds: bool) -> Finding:
 
 
 def test_findings_are_run_in_another_order_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = ToyLLM(max_model_len=4000, vocab_size=256)
+    llm = ToyLLM(max_model_len=4000, vocab_size=256, num_blocks=6000)
     monkeypatch.setattr(experiments, "LLM", llm.open)
     monkeypatch.setattr(experiments, "resolve_device", lambda device: "cpu")
     seen = []
@@ -186,6 +186,13 @@ def test_findings_are_run_in_another_order_or_left_out(monkeypatch: pytest.Monke
 def test_prompts_that_do_not_fit_are_left_out_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "LLM", ToyLLM(max_model_len=600, vocab_size=256).open)
     with pytest.raises(ValueError, match="do not fit into 600; raise max_model_len"):
+        run_experiments(ExperimentOptions("m"), Told())
+
+
+def test_a_batch_without_room_is_found_after_minutes_of_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "LLM", ToyLLM(max_model_len=4000, vocab_size=256, num_blocks=1000).open)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"batch": lambda bench: pytest.fail("was begun")})
+    with pytest.raises(ValueError, match=r"may need \d+ cache blocks, but 1000 are free; raise kv_cache_memory"):
         run_experiments(ExperimentOptions("m"), Told())
 
 

@@ -86,6 +86,7 @@ def test_a_hardware_file_reads_as_other_than_the_table(tmp_path: Path) -> None:
         ({**H100, "memory_gib": "80"}, "memory_bytes must be a finite number above 0, not '80'"),
         ({**H100, "bandwidth_gb_per_s": True}, "bandwidth must be"),
         ({**H100, "tflops": {"bfloat16": float("inf")}}, "flops of bfloat16 must be"),
+        ({**H100, "bandwidth_gb_per_s": 10**400}, "bandwidth must be a finite number above 0, not inf"),
         ({**H100, "tflops": {}}, "at least one of"),
         ({**H100, "tflops": 989}, "tflops must be an object"),
         ({**H100, "tflops": {"bf16": 989}}, "bf16"),
@@ -96,6 +97,12 @@ def test_a_hardware_file_reads_as_other_than_the_table(tmp_path: Path) -> None:
 def test_an_impossible_hardware_file_is_taken(tmp_path: Path, values: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_hardware(write(tmp_path, values))
+
+
+@pytest.mark.parametrize("path", ["~nobody-at-all/h.json", "/root\0/h", "/no/such/hardware", "x" * 300 + ".json"])
+def test_a_path_that_cannot_be_opened_ends_in_a_traceback(path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        find_hardware(path)
 
 
 def test_a_mistyped_name_is_not_answered_with_the_nearest() -> None:

@@ -81,6 +81,7 @@ def test_a_conversation_is_not_put_by_the_chat_template() -> None:
         ({"prompt": "one", "completion": ["one"]}, "completion must be a text"),
         ({"prompt_token_ids": [1]}, "token_ids must be a list"),
         ({"prompt_token_ids": [1], "token_ids": [-2]}, "token_ids must be a list"),
+        ({"prompt_token_ids": [1], "token_ids": [2**31]}, "token_ids must be below 2147483648"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "content must be a text"),
         ("[1]", "must be a JSON object"),
         ("{", "not valid JSON"),
@@ -92,11 +93,21 @@ def test_a_line_without_a_completion_is_not_named(tmp_path: Path, line: object, 
         read_log(write(tmp_path, good, "", line), PseudoTokens())
 
 
+def test_ids_of_another_vocabulary_are_planned_with(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt_token_ids": [1], "token_ids": [2, 40]})
+    assert len(read_log(path, PseudoTokens(), 41)) == 1
+    with pytest.raises(RequestError, match="line 1: token_ids must be below 40, the size of the vocabulary, not 40"):
+        read_log(path, PseudoTokens(), 40)
+
+
 def test_an_empty_or_absent_log_is_planned_with(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="holds no requests"):
         read_log(write(tmp_path, ""), PseudoTokens())
     with pytest.raises(RequestError, match="cannot be read"):
         read_log(str(tmp_path / "none.jsonl"), PseudoTokens())
+    for path in ("~nobody-at-all/log.jsonl", "log\0.jsonl"):
+        with pytest.raises(RequestError, match="cannot be read"):
+            read_log(path, PseudoTokens())
 
 
 def test_prompts_of_a_file_are_read_in_part(tmp_path: Path) -> None:
@@ -105,7 +116,14 @@ def test_prompts_of_a_file_are_read_in_part(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path, "one\n\n two ", name="prompts.txt")) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("line", "says"), [({"turns": []}, "line 1: there is no prompt"), ("", "holds no prompts")])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"turns": []}, "line 1: there is no prompt"),
+        ({"messages": [{"role": "user"}]}, "line 1: a message's content must be a text, not None"),
+        ("", "holds no prompts"),
+    ],
+)
 def test_a_file_without_prompts_is_measured_with(tmp_path: Path, line: object, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         read_prompts(write(tmp_path, line))

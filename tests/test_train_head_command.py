@@ -89,8 +89,22 @@ def test_a_head_that_is_gone_on_from_is_left_behind(thinker: Thinker, tmp_path: 
         assert torch.allclose(tensor.float(), after[name].float(), rtol=0.02, atol=1e-6), name
     first, second = (json.loads((tmp_path / name / "provenance.json").read_text()) for name in "ab")
     assert second["went_on_from"] == first and first["start"] is None and len(second["start"]) == 64
+    assert second["options"]["draft_vocab"] == 5, "what was asked for, not what the head has"
     curve = json.loads((tmp_path / "b/curve.json").read_text())
     assert curve[0]["acceptance_length"] == first["held_out"]["acceptance_length"]
+
+
+def test_the_model_itself_is_written_over(thinker: Thinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, table = tmp_path / "model", tmp_path / "model.gguf"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    table.write_bytes(b"GGUF and so on")
+    for kind in ("eagle3", "draft"):
+        assert main(["train", kind, "toy", "--out", str(model), "--tokens", "1000"]) == 2
+        assert "holds a model that was not trained by this command" in capsys.readouterr().err
+    assert main(["train", "suffix", "toy", "--out", str(table), "--tokens", "1000"]) == 2
+    assert "is there already and holds no statistics" in capsys.readouterr().err
+    assert (model / "config.json").read_text() == "{}" and table.read_bytes() == b"GGUF and so on" and not thinker.calls
 
 
 def test_a_head_of_another_shape_is_gone_on_from(thinker: Thinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,33 @@ def test_another_file_of_arrays_is_taken_for_a_table(tmp_path: Path) -> None:
         load_table(tmp_path / "t", IDENTITY)
 
 
+MISFITS: list[tuple[str, Any, str]] = [
+    ("checks", None, "array checks is missing"),
+    ("tokens", lambda one: one.astype("<u1"), "array tokens is of uint8"),
+    ("lengths", lambda one: one[:-1], "arrays are of other lengths"),
+    ("shares", lambda one: one[:-1], "arrays are of other lengths"),
+    ("first_context", lambda one: one[:-1], "arrays are of other lengths"),
+    ("first_context", lambda one: one[::-1].copy(), "buckets do not follow each other"),
+    ("first_successor", lambda one: one + np.uint32(1), "buckets do not follow each other"),
+    ("tokens", lambda one: one + np.uint16(12), "is beyond the vocabulary"),
+    ("unigrams", lambda one: one + np.uint16(12), "is beyond the vocabulary"),
+    ("cells", lambda one: one + np.uint8(32), "a class that there is not"),
+    ("weights", lambda one: one[:-1], "arrays are of other lengths"),
+    ("weights", lambda one: one * np.float32("nan"), "weights are not all numbers"),
+    ("hits", lambda one: one[:-1], "arrays are of other lengths"),
+    ("promised", lambda one: one + np.float32("inf"), "weights are not all numbers"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "says"), MISFITS)
+def test_arrays_that_do_not_fit_together_are_read_past_their_ends(tmp_path: Path, name: str, change: Any, says: str) -> None:
+    arrays = fit(markov(0, 30), 12).arrays
+    changed = {**arrays, name: change(arrays[name])} if change else {key: one for key, one in arrays.items() if key != name}
+    save_table(tmp_path / "t", IDENTITY, {}, changed)
+    with pytest.raises(ModelFileError, match=f"t holds statistics whose .*{says}.*; make them again"):
+        load_table(tmp_path / "t", IDENTITY)
+
+
 # ------------------------------------------------------------------------------------------------ what it brings
 
 

@@ -5,6 +5,8 @@ import shlex
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from foredraft.vllm_config import VllmPlan, remarks, serve_command, speculative_config
 
 PLAN = VllmPlan(
@@ -66,9 +68,22 @@ def test_suffix_gets_the_schedule_that_stops_vllm() -> None:
 
 
 def test_ngram_is_sent_without_its_window() -> None:
-    config = speculative_config(replace(PLAN, method="ngram", draft=None)) or {}
+    window = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    config = speculative_config(replace(PLAN, method="ngram", draft=None, settings=window)) or {}
     assert (config["prompt_lookup_max"], config["prompt_lookup_min"]) == (5, 2)
     assert "model" not in config
+
+
+def test_a_head_is_sent_without_its_folder() -> None:
+    assert (speculative_config(replace(PLAN, method="eagle3", draft="/heads/a")) or {})["model"] == "/heads/a"
+    assert (speculative_config(replace(PLAN, method="eagle3", draft=None)) or {})["model"] == "YOUR-DRAFT-MODEL"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("Q4_1", "auto"), ("Q8_0", "auto"), ("BF16", "bfloat16"), ("float32", "float32")])
+def test_vllm_is_asked_for_a_format_that_it_does_not_know(ours: str, theirs: str) -> None:
+    plan = replace(PLAN, dtype=ours)
+    assert f"--dtype {theirs}" in serve_command(plan)
+    assert any("vLLM computes otherwise" in remark for remark in remarks(plan)) == (theirs == "auto")
 
 
 def test_a_placeholder_is_left_unexplained() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from foredraft.array_file import write_text
 from foredraft.bench_table import format_table, label
 from foredraft.drafters import registry
 from foredraft.lanes import PLAIN
@@ -31,12 +32,13 @@ def write_report(result: Mapping[str, Any], path: Path) -> list[str]:
 
     Raises:
         ConfigError: plotly is not installed.
+        CapacityError: the page cannot be written.
     """
     figures = all_figures(result)
     title = f"Speculative decoding of {result['model']['name']}"
     sections = [(figure.layout.title.text, _EXPLAINED[name], figure) for name, figure in figures.items()]
     missing = _write_images(figures, path)  # before the page takes the titles out of the plots
-    path.write_text(page(title, sections, format_table(result)), encoding="utf-8")
+    write_text(path, page(title, sections, format_table(result)))
     return missing
 
 

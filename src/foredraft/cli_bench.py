@@ -6,7 +6,6 @@ Owns: their options, how they are read, and which files are written.  Does not k
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli_options import STANDARD_OUTPUT, Device, Dtype, KvMemory, MaxModelLen, Model, Ops, Threads, engine_options, given
+from foredraft.cli_options import (
+    STANDARD_OUTPUT,
+    Device,
+    Dtype,
+    KvMemory,
+    MaxModelLen,
+    Model,
+    Ops,
+    Threads,
+    check_output,
+    engine_options,
+    given,
+)
 
 if TYPE_CHECKING:
     from foredraft.experiments import ExperimentOptions
@@ -65,7 +76,8 @@ def bench(
         name = next(iter(options)).replace("_", "-")
         raise typer.BadParameter("--passes times no answers; leave it out.", param_hint=f"--{name}")
     json_file = None if json_file == STANDARD_OUTPUT else json_file
-    check_files({"--json": json_file, "--report": report_file, "--html": html_file})
+    for name, path in (("--json", json_file), ("--report", report_file), ("--html", html_file)):
+        check_output(name, path)
     if passes:
         _bench_passes(model, engine, json_file, [path for path in (report_file, html_file) if path is not None])
     else:
@@ -97,7 +109,7 @@ def experiments(
         model, **given(only=_names(only), max_tokens=max_tokens, repeats=repeats, seed=seed), **engine
     )
     json_file = None if json_file == STANDARD_OUTPUT else json_file
-    check_files({"--json": json_file})
+    check_output("--json", json_file)
     _run_experiments(chosen, json_file)
 
 
@@ -111,15 +123,6 @@ def fetch_model(model: str) -> None:
 
     with DownloadBar(model) as progress:
         resolve_model(model, progress=progress)
-
-
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Find out now rather than after minutes of measuring."""
-    from foredraft.types import ConfigError
-
-    for name, path in files.items():
-        if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
-            raise ConfigError(f"{name} must name a file in a folder that can be written to, not {str(path)!r}; choose another.")
 
 
 def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | None, report_file: Path | None) -> None:
@@ -141,12 +144,15 @@ def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | Non
         if journal is not None and journal.exists():
             note(f"what is finished is kept in {journal}; the same command goes on from there")
         raise
+    _print_table(format_table(result))
     if report_file is not None:
         for line in bench_report.write_report(result, report_file):
             note(line)
-    _print_figures(result, format_table(result), json_file)
+    _write_json(result, json_file)
+    # All of it is in the files that were asked for, whether or not the last line can be printed.
     if journal is not None:
         journal.unlink(missing_ok=True)
+    _print_figures(result)
 
 
 def _bench_passes(model: str, options: Mapping[str, Any], json_file: Path | None, pages: list[Path]) -> None:
@@ -159,9 +165,11 @@ def _bench_passes(model: str, options: Mapping[str, Any], json_file: Path | None
         report.plotting()
     fetch_model(model)
     result = module.run_passes(chosen, note)
+    _print_table(module.format_table(result))
     for page in pages:
         report.write_passes(result, page)
-    _print_figures(result, module.format_table(result), json_file)
+    _write_json(result, json_file)
+    _print_figures(result)
 
 
 def _run_experiments(options: ExperimentOptions, json_file: Path | None) -> None:
@@ -171,13 +179,24 @@ def _run_experiments(options: ExperimentOptions, json_file: Path | None) -> None
     fetch_model(options.model)
     with PartsBar() as bar:
         result = module.run_experiments(options, bar)
-    _print_figures(result, module.format_experiments(result), json_file)
+    _print_table(module.format_experiments(result))
+    _write_json(result, json_file)
+    _print_figures(result)
 
 
-def _print_figures(result: Mapping[str, Any], table: str, json_file: Path | None) -> None:
+def _print_table(table: str) -> None:
+    """Before any file is written, which may fail."""
+    print(table, flush=True)
+
+
+def _write_json(result: Mapping[str, Any], json_file: Path | None) -> None:
+    from foredraft.array_file import write_text
+
     if json_file is not None:
-        json_file.write_text(_json_text(result), encoding="utf-8")
-    print(table)
+        write_text(json_file, _json_text(result))
+
+
+def _print_figures(result: Mapping[str, Any]) -> None:
     print(json.dumps({name: value for name, value in result.items() if name != "runs"}, separators=(",", ":")))
 
 
@@ -208,7 +227,10 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
         if match is None:
             raise ConfigError(f'{option} must be numbers and ranges like 0-8 or 1,2,4, or "none", not {text!r}; write it so.')
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"{option} must have ranges that rise, not {part.strip()}; write {last}-{first}.")
+        found += range(first, last + 1)
     return tuple(found)
 
 
@@ -217,7 +239,7 @@ def _json_object(text: str | None) -> Any:
 
     try:
         value = None if text is None else json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number may be too long, and brackets too deep
         raise ConfigError(f'--speculative-config is not valid JSON ({error}); write it like {{"model": "..."}}.') from error
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f'--speculative-config must be a JSON object, not {text!r}; write it like {{"model": "..."}}.')

@@ -35,7 +35,11 @@ def models(
     from foredraft.drafters import registry
     from foredraft.loader import cache_dir, known_models
     from foredraft.terminal import format_table
+    from foredraft.types import ModelNotFoundError
 
+    for path in paths or []:
+        if not path.is_dir():
+            raise ModelNotFoundError(f"there is no folder {path}; give folders of heads or models, or folders that hold some.")
     rows = [["MODEL", "CACHED", "SIZE", "LICENCE", "ABOUT"]]
     for known in known_models():
         cached = "yes" if known.cached else "no"

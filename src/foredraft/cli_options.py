@@ -5,6 +5,7 @@ Owns: their names, help texts and forms.  Does not know: any command.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,27 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and
 KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", metavar="SIZE", help="As 512MB, 1GiB or a number of bytes.")]
 
 
+def check_output(option: str, path: Path | None) -> None:
+    """Find out now rather than after minutes of measuring that a file could not be written; None is none.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if path is None:
+        return
+    try:
+        is_there, is_special = path.exists(), path.exists() and not path.is_file()
+        is_wrong = path.is_dir() or (is_there and not os.access(path, os.W_OK))
+        # A file is written beside its place first; a device or a pipe as it is.
+        is_wrong = is_wrong or not (is_special or os.access(path.resolve().parent, os.W_OK))
+    except (OSError, RuntimeError):  # a name too long, a folder that may not be entered, a loop of links
+        is_wrong = True
+    if is_wrong:
+        from foredraft.types import ConfigError
+
+        raise ConfigError(f"{option} must name a file in a folder that can be written to, not {str(path)!r}; choose another.")
+
+
 def given(**options: Any) -> dict[str, Any]:
     """The options that the user gave; the others keep the defaults of the classes that they go to."""
     return {name: value for name, value in options.items() if value is not None}
@@ -63,10 +85,10 @@ def structured_outputs(json_schema: str | None, regex: str | None, choice: list[
 def _read_schema(path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         from foredraft.types import RequestError
 
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = "it is no UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
         raise RequestError(f"the schema {path} cannot be read ({reason}); give a file, or the schema itself.") from error
 
 

@@ -6,13 +6,12 @@ Owns: its options and how they are read.  Does not know: what a plan is computed
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli_options import STANDARD_OUTPUT
+from foredraft.cli_options import STANDARD_OUTPUT, check_output
 
 if TYPE_CHECKING:
     from foredraft.plan_options import PlanOptions
@@ -77,18 +76,17 @@ def plan(
 
 
 def _run(options: PlanOptions, json_file: Path | None) -> None:
+    from foredraft.array_file import write_text
     from foredraft.plan import run_plan
     from foredraft.plan_table import format_plan
     from foredraft.terminal import note, open_llm
-    from foredraft.types import ConfigError
 
     to_stdout = json_file == STANDARD_OUTPUT
-    if json_file is not None and not to_stdout and (json_file.is_dir() or not os.access(json_file.resolve().parent, os.W_OK)):
-        raise ConfigError(f"--json must name a file in a folder that can be written to, not {str(json_file)!r}; choose another.")
+    check_output("--json", None if to_stdout else json_file)
     result = run_plan(options, note, open_llm)
+    print(format_plan(result), flush=True)
     if json_file is not None and not to_stdout:
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(format_plan(result))
+        write_text(json_file, json.dumps(result, indent=1) + "\n")
     if to_stdout:
         print(json.dumps(result, separators=(",", ":")))
 

@@ -76,7 +76,7 @@ def dims_from_config(path: str, name: str | None = None) -> ModelDims:
     """
     try:
         values: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home, or brackets too deep
         raise ModelFileError(f"{path} cannot be read as JSON ({error}); give a model's config.json.") from error
     if not isinstance(values, dict):
         raise ModelFileError(f"{path} must hold a JSON object, not a {type(values).__name__}; give a model's config.json.")

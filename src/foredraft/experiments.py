@@ -12,9 +12,9 @@ from typing import Any
 from foredraft import __version__
 from foredraft.bench import Progress, prompt_tokens
 from foredraft.bench_table import aligned
-from foredraft.claims import EXPERIMENTS, Bench, Finding
+from foredraft.claims import BATCHES, EXPERIMENTS, Bench, Finding
 from foredraft.config import MeasuredEngine, SpeculativeConfig
-from foredraft.lanes import PLAIN
+from foredraft.lanes import PLAIN, blocks_needed
 from foredraft.llm import LLM
 from foredraft.machine import describe_machine
 from foredraft.target import resolve_device
@@ -47,6 +47,8 @@ class ExperimentOptions(MeasuredEngine):
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} must be a whole number of at least {low}, not {value!r}; change {name}.")
+        if self.only is not None and not self.only:
+            raise ConfigError("only must name at least one experiment, not none; leave it out for all.")
         for only in self.only or ():
             refuse_unknown("experiment", only, EXPERIMENTS)
         self.engine_config()
@@ -74,8 +76,11 @@ def run_experiments(options: ExperimentOptions, progress: Progress) -> dict[str,
     for line in llm.describe():
         progress.note(line)
     machine = describe_machine()
-    bench = Bench(llm, _prompts(llm, options.max_tokens), options.max_tokens, options.repeats, options.seed)
+    prompts = _prompts(llm, options.max_tokens)
+    bench = Bench(llm, prompts, options.max_tokens, options.repeats, options.seed)
     names = [name for name in EXPERIMENTS if options.only is None or name in options.only]
+    if "batch" in names:
+        _check_room(bench)
     findings = []
     for index, name in enumerate(names):
         progress.part(name.replace("_", " "), index, len(names))
@@ -110,6 +115,14 @@ def _prompts(llm: LLM, max_tokens: int) -> dict[str, list[list[int]]]:
             f"the experiments' prompts with {max_tokens} tokens do not fit into {llm.max_model_len}; raise max_model_len."
         )
     return found
+
+
+def _check_room(bench: Bench) -> None:
+    """Find out before the first experiment that the largest batch, which needs most, finds no room."""
+    size, free = max(BATCHES), bench.llm.kv.num_available
+    needed = blocks_needed(bench.llm, 2, (bench.firsts * size)[:size], bench.max_tokens)
+    if needed > free:
+        raise ConfigError(f"the experiments may need {needed} cache blocks, but {free} are free; raise kv_cache_memory.")
 
 
 def _plain(name: str, found: Finding) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -109,7 +110,7 @@ def find_hardware(name: str) -> Hardware:
     """
     if name in HARDWARE:
         return HARDWARE[name]
-    if name.endswith(".json") or Path(name).expanduser().is_file():
+    if name.endswith(".json") or os.sep in name or Path(name).is_file():
         return load_hardware(name)
     refuse_unknown("hardware", name, [*HARDWARE, "this"])
     raise AssertionError(name)
@@ -123,7 +124,7 @@ def load_hardware(path: str) -> Hardware:
     """
     try:
         values: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home, or brackets too deep
         raise ConfigError(f"hardware file {path} cannot be read as JSON ({error}); mend it.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"hardware file {path} must hold a JSON object, not a {type(values).__name__}; mend it.")
@@ -145,7 +146,12 @@ def load_hardware(path: str) -> Hardware:
 
 def _times(value: Any, unit: float) -> Any:
     """In the unit's base; what is no number stays, for Hardware to refuse."""
-    return value * unit if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    try:
+        return value * unit
+    except OverflowError:
+        return math.inf
 
 
 # ------------------------------------------------------------------------------------------------ the roofline

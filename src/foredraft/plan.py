@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import Any
 
+from foredraft.config import SpeculativeConfig
 from foredraft.drafters import registry
 from foredraft.forecast import (
     LARGEST_BATCH,
@@ -25,6 +26,7 @@ from foredraft.forecast import (
     with_alpha,
 )
 from foredraft.hardware import GIB
+from foredraft.loader.aliases import ALIASES
 from foredraft.plan_measure import OpenLLM, Report, measured_setting, replayed_methods
 from foredraft.plan_options import PlanOptions
 from foredraft.plan_setting import (
@@ -38,7 +40,7 @@ from foredraft.plan_setting import (
     open_draft,
     open_subject,
 )
-from foredraft.vllm_config import NO_TARGET_NAME, VllmPlan, remarks, serve_command, speculative_config
+from foredraft.vllm_config import HEADS, NO_TARGET_NAME, VllmPlan, remarks, serve_command, speculative_config
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -165,6 +167,16 @@ def _alphas(options: PlanOptions, setting: Setting) -> dict[str, Any]:
     }
 
 
+def _settings_of(method: str) -> dict[str, Any]:
+    """With what a method was replayed, where vLLM would do otherwise or may one day."""
+    config = SpeculativeConfig()
+    names = {
+        "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+        "suffix": ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    }
+    return {name: getattr(config, name) for name in names.get(method, ())}
+
+
 def _vllm(
     options: PlanOptions,
     setting: Setting,
@@ -176,10 +188,16 @@ def _vllm(
     rows = [forecast(method, smallest, setting.context, setting.machines) for method in setting.methods]
     best = max(rows, key=lambda row: row.speedup).method
     num_seqs = max(1, min(max(options.batches), memory[best].num_requests or max(options.batches)))
+    # What goes by a short name here, or is a GGUF file, has another name there.
+    has_name = (
+        options.model is not None and options.can_load and options.model not in ALIASES and not options.model.endswith(".gguf")
+    )
+    draft = options.draft if options.draft and not options.draft.endswith(".json") else None
     plan = VllmPlan(
-        target=options.model if options.model is not None and options.can_load else NO_TARGET_NAME,
+        target=options.model if options.model is not None and has_name else NO_TARGET_NAME,
         method=best,
-        draft=options.draft if options.draft and not options.draft.endswith(".json") else None,
+        draft=setting.place.get("head") if best in HEADS else draft,
+        settings=_settings_of(best),
         ranges=[(first, min(last, num_seqs), k) for first, last, k in ranges[best] if first <= num_seqs],
         max_model_len=setting.context,
         max_num_seqs=num_seqs,

@@ -22,7 +22,6 @@ from foredraft.drafters.shipped import target_of
 from foredraft.forecast import Machine, Method, PassSeconds, with_replays
 from foredraft.kv_cache import KVCache
 from foredraft.loader import Checkpoint
-from foredraft.memory import available_bytes
 from foredraft.plan_options import PlanOptions
 from foredraft.plan_setting import (
     RESERVED,
@@ -37,6 +36,7 @@ from foredraft.plan_setting import (
 from foredraft.replay import Record, Replay, replay
 from foredraft.request_log import Prompt, read_prompts
 from foredraft.states import states_of
+from foredraft.target import free_bytes, resolve_device
 from foredraft.types import PHASES, RequestError, SamplingParams, Target
 from foredraft.workloads import CATEGORIES, WORKLOADS
 
@@ -64,6 +64,8 @@ def replayed_methods(
     """n-gram and suffix drafters for each K, and the draft model if there is one, over recorded requests."""
     ceiling = options.num_speculative_tokens
     context, sources = _for_statistics(records, target, ceiling)
+    if sources.suffix_base is not None:
+        notes.append(f"suffix was replayed with the statistics that come with {target.name}; without them fewer drafts are right.")
     methods = []
     for name in REPLAYED:
         report(f"replaying {len(records)} requests with {name}")
@@ -90,9 +92,21 @@ def _for_statistics(records: list[Record], target: Subject, ceiling: int) -> tup
     return context, registry.sources(SpeculativeConfig(method="suffix"), target_of(checkpoint))
 
 
-def _replayed_head(options: PlanOptions, records: list[Record], llm: LLM, parts: DraftParts, report: Report) -> Method:
-    """The head that is shipped for the target, which is run once more over some records for the states that it reads."""
-    name, some, kv = parts.sources.head_kind or "", _some(records), llm.kv
+def _replayed_head(
+    options: PlanOptions, records: list[Record], llm: LLM, parts: DraftParts, report: Report, notes: list[str]
+) -> list[Method]:
+    """The head that is shipped for the target, which is run once more over some records for the states that it reads.
+
+    None where no record fits the target's context.
+    """
+    name, kv = parts.sources.head_kind or "", llm.kv
+    longest = min(llm.max_model_len, kv.num_blocks * kv.block_size)
+    fitting = [record for record in records if len(record.tokens) <= longest]
+    if len(fitting) < len(records):
+        notes.append(f"{name} was not replayed over requests of more than {longest} tokens: {len(records) - len(fitting)}.")
+    if not fitting:
+        return []
+    some = _some(fitting)
     report(f"replaying {len(some)} requests with {name}")
     context = parts.context(llm.target, kv)
     configs = {k: SpeculativeConfig(method=name, num_speculative_tokens=k) for k in depths(options.num_speculative_tokens)}
@@ -107,7 +121,7 @@ def _replayed_head(options: PlanOptions, records: list[Record], llm: LLM, parts:
         for k, drafter in drafters.items():
             replays[k].append(replay(drafter, record.tokens, record.num_prompt, k, states=states))
         kv.close(REPLAYED_ID)
-    return with_replays(name, replays)
+    return [with_replays(name, replays)]
 
 
 def depths(ceiling: int) -> list[int]:
@@ -177,7 +191,7 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
     """
     assert options.model is not None, options
     prompts = None if options.measure is None else read_prompts(options.measure)
-    free_bytes = available_bytes()
+    free = free_bytes(resolve_device("auto"))
     llm = open_llm(options.model, speculative_config={"method": "none"})
     target = Subject(options.model, dims_of(llm.checkpoint.architecture, options.model), llm.checkpoint.tokenizer, llm.checkpoint)
     context = chosen_context(options, llm.max_model_len)
@@ -193,14 +207,14 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
         return computed(options, target, draft, methods, notes)
     parts = DraftParts(llm.checkpoint, llm.config, SpeculativeConfig())
     if options.alpha is None and parts.head is not None:
-        methods.append(_replayed_head(options, records, llm, parts, report))
+        methods += _replayed_head(options, records, llm, parts, report, notes)
     small = None if draft is None or draft.checkpoint is None else open_draft_model(draft.checkpoint, CALIBRATION_TOKENS)
     machines, times = _machines(llm, small, token_seconds, report)
     notes.append(
         f"Seconds of passes were measured here, {NUM_CALIBRATIONS} times; intervals are over these. A batch is taken to cost what "
         "as many rows of one sequence do; K is fixed for all requests, which an engine that adapts K can better."
     )
-    memory_bytes = 2**30 * options.memory_gib if options.memory_gib is not None else float(free_bytes)
+    memory_bytes = 2**30 * options.memory_gib if options.memory_gib is not None else float(free)
 
     def buffers(method: Method | None) -> Buffers:
         return _buffers(options, llm, parts, draft, context, method)
@@ -213,7 +227,7 @@ def measured_setting(options: PlanOptions, report: Report, open_llm: OpenLLM) ->
         memory_bytes=memory_bytes,
         buffers=lambda method: {"reserve (10 %)": RESERVED * memory_bytes, **_lines(buffers(method))},
         token_bytes=lambda method: _token_bytes(buffers(method)),
-        place=_place(llm, times, token_seconds, memory_bytes),
+        place=_place(llm, parts, times, token_seconds, memory_bytes),
         context=context,
         notes=notes,
     )
@@ -312,12 +326,12 @@ def _buffers(
     """Of an engine with this method that serves the largest batch; None decodes plainly."""
     name = registry.NONE if method is None else method.name
     runs_model, has_head = method is not None and method.runs_model, name == parts.sources.head_kind
-    most = method.outcomes[-1].num_tokens if method is not None else 0
+    most, largest = method.outcomes[-1].num_tokens if method is not None else 0, max(options.batches)
     config = SpeculativeConfig(method=name, num_speculative_tokens=most, model=draft.name if draft and runs_model else None)
     return buffers_of(
         llm.checkpoint,
         draft.checkpoint if draft is not None and runs_model else None,
-        replace(llm.config, max_num_seqs=max(options.batches)),
+        replace(llm.config, max_num_seqs=largest, max_num_batched_tokens=max(llm.config.max_num_batched_tokens, largest)),
         config,
         head=parts.head if has_head else None,
         sources=replace(parts.sources, head=parts.sources.head if has_head else None, draft_model=config.model),
@@ -342,7 +356,7 @@ def _token_bytes(buffers: Buffers) -> float:
     return float(sum(model.kv_per_token for model in models) + buffers.statistics.per_token)
 
 
-def _place(llm: LLM, times: PassTimes, token_seconds: float, memory_bytes: float) -> dict[str, Any]:
+def _place(llm: LLM, parts: DraftParts, times: PassTimes, token_seconds: float, memory_bytes: float) -> dict[str, Any]:
     from foredraft.machine import describe_machine
 
     return {
@@ -355,4 +369,5 @@ def _place(llm: LLM, times: PassTimes, token_seconds: float, memory_bytes: float
         "token_seconds": token_seconds,
         "num_gpus": 1,
         "dtype": llm.target.precision,
+        "head": None if parts.head is None else str(parts.head.path.resolve()),
     }

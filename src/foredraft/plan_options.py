@@ -5,7 +5,6 @@ Owns: their ranges, and which of them contradict each other.  Does not know: wha
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from foredraft.hardware import BYTES_PER_VALUE
@@ -15,6 +14,7 @@ THIS = "this"
 EMITTERS = ("vllm",)
 DEFAULT_CEILING = 8
 MOST_REQUESTS = 4096
+MOST_GPUS, MOST_TOKENS, MOST_GIB = 1024, 2**31 - 1, 10**9
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,20 @@ class PlanOptions:
         if not self.batches or not all(isinstance(batch, int) and 1 <= batch <= MOST_REQUESTS for batch in self.batches):
             given = ",".join(map(str, self.batches))
             raise ConfigError(f"--batch must be whole numbers from 1 to {MOST_REQUESTS}, not {given}; change it.")
-        if self.context is not None and self.context < 2:
+        if self.context is not None and not 2 <= self.context <= MOST_TOKENS:
             raise ConfigError(
-                f"--context must be at least 2, a token of the prompt and one of the answer, not {self.context}; raise it."
+                f"--context must be from 2, a token of the prompt and one of the answer, to {MOST_TOKENS}, not "
+                f"{self.context!s:.20}; change it."
             )
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"--num-speculative-tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not {self.num_speculative_tokens}; "
                 "change it."
             )
-        if self.memory_gib is not None and not 0.0 < self.memory_gib < math.inf:
-            raise ConfigError(f"--memory must be a finite number of GiB above 0, not {self.memory_gib:g}; change it.")
-        if self.gpus < 1:
-            raise ConfigError(f"--gpus must be at least 1, not {self.gpus}; change it.")
+        if self.memory_gib is not None and not 0.0 < self.memory_gib <= MOST_GIB:
+            raise ConfigError(f"--memory must be above 0 and at most {MOST_GIB} GiB, not {self.memory_gib:g}; change it.")
+        if not 1 <= self.gpus <= MOST_GPUS:
+            raise ConfigError(f"--gpus must be from 1 to {MOST_GPUS}, not {self.gpus!s:.20}; change it.")
         if self.dtype is not None:
             refuse_unknown("--dtype", self.dtype, BYTES_PER_VALUE)
 

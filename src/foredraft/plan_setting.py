@@ -190,7 +190,10 @@ def alpha_method(options: PlanOptions, notes: list[str]) -> Method:
 def log_records(path: str, target: Subject, notes: list[str]) -> list[Record]:
     """The recorded requests, cut to what is replayed in reasonable time."""
     tokenizer = target.tokenizer
-    records = read_log(path, ModelTokens(tokenizer) if tokenizer is not None else PseudoTokens())
+    if tokenizer is not None:
+        records = read_log(path, ModelTokens(tokenizer), target.dims.vocab_size)
+    else:
+        records = read_log(path, PseudoTokens())
     kept, total = 0, 0
     for record in records:
         if kept and total + len(record.tokens) > LOG_TOKENS:

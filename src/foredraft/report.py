@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foredraft.array_file import write_text
 from foredraft.passes import format_table
 from foredraft.types import ConfigError
 
@@ -49,9 +50,10 @@ def write_passes(result: Mapping[str, Any], path: Path) -> None:
 
     Raises:
         ConfigError: plotly is not installed.
+        CapacityError: the page cannot be written.
     """
     title = f"Cost of a target pass: {result['model']['name']}"
-    path.write_text(page(title, [("", "", passes_figure(result))], format_table(result)), encoding="utf-8")
+    write_text(path, page(title, [("", "", passes_figure(result))], format_table(result)))
 
 
 def passes_figure(result: Mapping[str, Any]) -> Any:

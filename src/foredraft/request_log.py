@@ -27,6 +27,8 @@ SHAPES = (
     '{"prompt": "...", "completion": "..."}, {"prompt": "...", "response": "..."}, {"messages": [...]} that end with the '
     'assistant, or {"prompt_token_ids": [...], "token_ids": [...]}'
 )
+# Token ids are kept in 32 bits.
+MOST_IDS = 2**31
 _PIECES = re.compile(r" ?[^\W\d_]{1,7}| ?\d{1,3}| ?[^\w\s]| ?_|\s+")
 _Entry = TypeVar("_Entry")
 
@@ -75,13 +77,13 @@ class ModelTokens:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def read_log(path: str, encoder: Encoder) -> list[Record]:
-    """Every recorded request of a JSON Lines file; blank lines are skipped.
+def read_log(path: str, encoder: Encoder, vocab_size: int = MOST_IDS) -> list[Record]:
+    """Every recorded request of a JSON Lines file; blank lines are skipped.  Recorded token ids are below ``vocab_size``.
 
     Raises:
         RequestError: the file cannot be read, or a line is no request with a completion; the message names the line.
     """
-    records = list(_lines(path, lambda entry: _record(entry, encoder)))
+    records = list(_lines(path, lambda entry: _record(entry, encoder, vocab_size)))
     if not records:
         raise RequestError(f"the log {path} holds no requests; give one with at least one line.")
     return records
@@ -108,8 +110,9 @@ def read_prompts(path: str) -> list[Prompt]:
 def _read(path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise RequestError(f"the file {path} cannot be read ({error.strerror}); give a JSON Lines file.") from error
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home; ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"the file {path} cannot be read ({reason}); give a JSON Lines file.") from error
 
 
 def _lines(path: str, parse: Callable[[Mapping[str, Any]], _Entry]) -> Iterator[_Entry]:
@@ -128,10 +131,10 @@ def _lines(path: str, parse: Callable[[Mapping[str, Any]], _Entry]) -> Iterator[
             raise RequestError(f"{path}, line {number}: {error}; mend or remove the line.") from error
 
 
-def _record(entry: Mapping[str, Any], encoder: Encoder) -> Record:
+def _record(entry: Mapping[str, Any], encoder: Encoder, vocab_size: int) -> Record:
     """One line; raises RequestError with the rule alone, to which the caller adds the place and the next step."""
     if "prompt_token_ids" in entry or "token_ids" in entry:
-        prompt, completion = (_ids(entry, name) for name in ("prompt_token_ids", "token_ids"))
+        prompt, completion = (_ids(entry, name, vocab_size) for name in ("prompt_token_ids", "token_ids"))
     else:
         asked, answer = _texts(entry)
         prompt, completion = encoder.prompt(asked), encoder.completion(answer)
@@ -141,10 +144,12 @@ def _record(entry: Mapping[str, Any], encoder: Encoder) -> Record:
     return Record([*prompt, *completion], len(prompt))
 
 
-def _ids(entry: Mapping[str, Any], name: str) -> list[int]:
+def _ids(entry: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
     ids = entry.get(name)
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise RequestError(f"{name} must be a list of token ids, not {ids!r:.60}")
+    if max(ids, default=0) >= vocab_size:
+        raise RequestError(f"{name} must be below {vocab_size}, the size of the vocabulary, not {max(ids)!s:.20}")
     return ids
 
 
@@ -165,7 +170,7 @@ def _texts(entry: Mapping[str, Any]) -> tuple[Prompt, str]:
 
 def _prompt(entry: Mapping[str, Any]) -> Prompt:
     if "messages" in entry:
-        messages = _messages(entry["messages"])
+        messages: list[Message] = [{**one, "content": _content(one)} for one in _messages(entry["messages"])]
         return messages[:-1] if messages[-1].get("role") == "assistant" and len(messages) > 1 else messages
     turns = entry.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")

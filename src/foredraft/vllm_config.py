@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 NO_DRAFT_NAME = "YOUR-DRAFT-MODEL"
 NO_TARGET_NAME = "YOUR-MODEL"
 # vLLM 0.26 stops when the suffix method is given fewer tokens than its maximum, and later versions ignore the list for it.
 WITHOUT_SCHEDULE = ("suffix",)
+HEADS = ("eagle", "eagle3")
+# What vLLM computes in, by our name of a format; of any other it takes what the model's own files say.
+DTYPES = {"fp8": "fp8", **dict.fromkeys(("bfloat16", "BF16"), "bfloat16"), **dict.fromkeys(("float16", "F16"), "float16")}
+DTYPES |= dict.fromkeys(("float32", "F32"), "float32")
 
 
 @dataclass(frozen=True)
 class VllmPlan:
     """What is to be served.
 
-    ``ranges`` are (first batch, last batch, K) from 1 to the largest batch; ``max_num_seqs`` requests run at a time.
+    ``ranges`` are (first batch, last batch, K) from 1 to the largest batch; ``max_num_seqs`` requests run at a time.  ``draft`` is
+    the draft model or head; ``settings`` are further ones of the method, by vLLM's names.
     """
 
     target: str
@@ -35,6 +41,7 @@ class VllmPlan:
     max_num_seqs: int
     num_gpus: int = 1
     dtype: str = "bfloat16"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def speculative_config(plan: VllmPlan) -> dict[str, Any] | None:
@@ -43,13 +50,12 @@ def speculative_config(plan: VllmPlan) -> dict[str, Any] | None:
     if most == 0:
         return None
     config: dict[str, Any] = {"method": plan.method}
-    if plan.method == "draft_model":
+    if plan.method == "draft_model" or plan.method in HEADS:
         config["model"] = plan.draft or NO_DRAFT_NAME
-        if plan.dtype == "fp8":
-            config["quantization"] = "fp8"
+    if plan.method == "draft_model" and plan.dtype == "fp8":
+        config["quantization"] = "fp8"
     config["num_speculative_tokens"] = most
-    if plan.method == "ngram":
-        config |= {"prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    config |= plan.settings
     if plan.method not in WITHOUT_SCHEDULE and any(k != most for _, _, k in plan.ranges):
         config["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in plan.ranges]
     return config
@@ -60,7 +66,8 @@ def serve_command(plan: VllmPlan) -> str:
     options = [("--max-model-len", str(plan.max_model_len)), ("--max-num-seqs", str(plan.max_num_seqs))]
     if plan.num_gpus > 1:
         options.append(("--tensor-parallel-size", str(plan.num_gpus)))
-    options.append(("--quantization", "fp8") if plan.dtype == "fp8" else ("--dtype", plan.dtype))
+    dtype = DTYPES.get(plan.dtype, "auto")
+    options.append(("--quantization", "fp8") if dtype == "fp8" else ("--dtype", dtype))
     config = speculative_config(plan)
     lines = [f"vllm serve {shlex.quote(plan.target)}", *(f"{name} {value}" for name, value in options)]
     if config is not None:
@@ -82,6 +89,8 @@ def remarks(plan: VllmPlan) -> list[str]:
         found.append("the suffix method needs the package arctic-inference==0.1.1")
     if plan.method == "draft_model":
         found.append("the draft model must have the target's vocabulary")
+    if plan.dtype not in DTYPES:
+        found.append(f"the plan is of {plan.dtype}, which vLLM computes otherwise; measure there, too")
     if "num_speculative_tokens_per_batch_size" in config:
         found.append("vLLM ignores num_speculative_tokens_per_batch_size under data parallelism")
     if config.get("model") == NO_DRAFT_NAME:

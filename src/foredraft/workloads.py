@@ -341,8 +341,9 @@ def load_dataset(path: str, limit: int | None = None) -> tuple[Workload, ...]:
         raise RequestError(f"limit must be at least 1, not {limit}; raise it or leave it out.")
     try:
         lines = Path(path).expanduser().read_bytes().split(b"\n")
-    except OSError as error:
-        raise RequestError(f"the data set {path} cannot be read ({error.strerror}); give a JSON Lines file.") from error
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home; ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"the data set {path} cannot be read ({reason}); give a JSON Lines file.") from error
     workloads: dict[str, Workload] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

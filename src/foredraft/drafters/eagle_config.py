@@ -267,7 +267,7 @@ def check_target(config: HeadConfig, source: str, *, name: str, hidden_size: int
             raise ConfigError(
                 f"{source} is a head for a target of {what} {ours}, but {name} has {theirs}; give a head that was made for {name}."
             )
-    wrong = [layer for layer in config.layer_ids if layer > num_layers]
+    wrong = [layer for layer in config.layer_ids if not 0 <= layer <= num_layers]
     if wrong:
         raise ConfigError(
             f"{source} needs the states of layer {wrong[0]}, but {name} has layers 0 to {num_layers - 1}; "

@@ -150,6 +150,11 @@ class _Reader:
         found: dict[str, Weight] = {}
         state = config.target_hidden_size
         if not is_eagle3:
+            if state != d:
+                raise ModelFileError(
+                    f"{self._folder}: an 'eagle' head's own state takes the place of the target's, but target_hidden_size is "
+                    f"{state} and hidden_size {d}; fetch the head again."
+                )
             found["fc"] = self._take(f"{self._fc}.weight", (d, 2 * d))
         else:
             width = self._shape(f"{self._fc}.weight")[-1]

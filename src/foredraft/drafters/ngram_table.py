@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from foredraft.acceptance import NUM_CLASSES
 from foredraft.array_file import ArrayFile, read_arrays, write_arrays
+from foredraft.drafters.backoff import CELLS_PER_GROUP, NUM_CELLS
 from foredraft.types import ConfigError, ModelFileError
 
 KIND = "suffix statistics"
@@ -35,6 +37,15 @@ SHARE_UNIT = 255
 # most 8 pairs of an int and a float, 56 + 32 + 24 bytes each.
 MAX_DECODED = 8192
 DECODED_BYTES = MAX_DECODED * 8 * 112
+# Where a vocabulary's size is not known.
+MOST_TOKENS = 2**24
+_DTYPES = {
+    **dict.fromkeys(("lengths", "cells", "shares", "unigram_shares"), ("<u1",)),
+    **dict.fromkeys(("tokens", "unigrams"), ("<u2", "<u4")),
+    **dict.fromkeys(("first_context", "first_successor"), ("<u4",)),
+    **dict.fromkeys(("weights", "hits", "promised"), ("<f4",)),
+    "checks": ("<u2",),
+}
 _MASK = 2**KEY_BITS - 1
 _PER_CONTEXT, _PER_BUCKET, _PER_FILE = 4, 8, 8192
 
@@ -98,11 +109,48 @@ class Match(NamedTuple):
     stop: int
 
 
+def _misfit(arrays: Mapping[str, Any], vocab_size: int) -> str | None:
+    """What is wrong with a table's arrays, if anything; ``vocab_size`` 0 is not known."""
+    missing = sorted(_DTYPES.keys() - arrays.keys())
+    if missing:
+        return f"array {missing[0]} is missing"
+    for name, dtypes in _DTYPES.items():
+        if arrays[name].dtype.str.replace("|", "<") not in dtypes:
+            return f"array {name} is of {arrays[name].dtype}"
+    contexts, successors = len(arrays["checks"]), len(arrays["tokens"])
+    first_context, ends = arrays["first_context"], np.concatenate([[0], np.cumsum(arrays["lengths"], dtype=np.int64)])
+    lengths_fit = (
+        len(arrays["lengths"]) == len(arrays["cells"]) == contexts
+        and len(arrays["shares"]) == successors == ends[-1]
+        and len(first_context) == len(arrays["first_successor"]) == 2 ** bucket_bits(contexts) + 1
+        and len(arrays["unigrams"]) == len(arrays["unigram_shares"])
+        and len(arrays["hits"]) == len(arrays["promised"])
+        and len(arrays["hits"]) in (0, 2 * NUM_CLASSES)
+        and len(arrays["weights"]) == NUM_CELLS
+    )
+    if not lengths_fit:
+        return "arrays are of other lengths than each other says"
+    rises = first_context[0] == 0 and first_context[-1] == contexts and bool(np.all(first_context[1:] >= first_context[:-1]))
+    if not rises or not np.array_equal(ends[first_context], arrays["first_successor"]):
+        return "buckets do not follow each other"
+    most = max((int(arrays[name].max()) for name in ("tokens", "unigrams") if len(arrays[name])), default=0)
+    if most >= (vocab_size or MOST_TOKENS):
+        return f"token {most} is beyond the vocabulary"
+    if contexts and int(arrays["cells"].max()) >= CELLS_PER_GROUP:
+        return "counts are of a class that there is not"
+    if not all(np.isfinite(arrays[name]).all() for name in ("weights", "hits", "promised")):
+        return "weights are not all numbers"
+    return None
+
+
 class NgramTable:
     """Contexts and what followed them.
 
     ``unigrams`` are the most frequent tokens, whatever the context.
     ``weights`` (see ``backoff``), ``hits`` and ``promised`` (see ``suffix.Calibration``) were learned on other texts of the target.
+
+    Raises:
+        ModelFileError: arrays that do not fit together, which compiled code would read past.
     """
 
     def __init__(self, file: ArrayFile) -> None:
@@ -110,6 +158,9 @@ class NgramTable:
         arrays = {name: np.require(values, requirements="A") for name, values in file.arrays.items()}
         self.provenance: Mapping[str, Any] = file.header["provenance"]
         self.identity = TargetIdentity(**file.header["identity"])
+        wrong = _misfit(arrays, self.identity.vocab_size)
+        if wrong is not None:
+            raise ModelFileError(f"statistics whose {wrong}; make them again with `foredraft train suffix`.")
         self.num_contexts = len(arrays["checks"])
         # Reading one element of a memoryview takes a third of the time that numpy takes.
         self._tokens, self._shares = arrays["tokens"].data, arrays["shares"].data
@@ -178,7 +229,10 @@ def load_table(path: Path, target: TargetIdentity) -> NgramTable:
     file = read_arrays(path)
     if file.header.get("kind") != KIND:
         raise ModelFileError(f"{path} holds {file.header.get('kind')}, not {KIND}; make it with `foredraft train suffix`.")
-    table = NgramTable(file)
+    try:
+        table = NgramTable(file)
+    except ModelFileError as error:
+        raise ModelFileError(f"{path} holds {error}") from error
     if not table.identity.fits(target):
         ours, theirs = (f"{one.model} with {one.vocab_size} tokens ({one.vocabulary[:8]})" for one in (table.identity, target))
         raise ConfigError(f"{path} is for the vocabulary of {ours}, not of {theirs}; make new ones with `foredraft train suffix`.")

@@ -42,7 +42,7 @@ class NativeSuffixDrafter(SuffixDrafter):
         rest = list(self._rest)
         self._new_text = native.SuffixText
         self._core = native.SuffixCore(
-            self._max_tree_depth,
+            min(self._max_tree_depth, 2**31 - 1),
             self._max_spec_factor,
             self._min_token_prob,
             [confidence_class(part / RESOLUTION) for part in range(RESOLUTION + 1)],

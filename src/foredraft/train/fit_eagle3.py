@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +311,8 @@ class Fit:
         device = torch.device(self.device)
         job = Eagle3Job(self.architecture, self._read_weights(), train, held_out, vocab, self.options, device=device, start=before)
         settings = {
-            "options": asdict(self.options),
+            # Of texts with fewer words, or a head to go on from, there are not as many as were asked for.
+            "options": asdict(replace(self.options, draft_vocab=len(vocab))),
             "budget": asdict(self.budget),
             "identity": asdict(self.identity),
             "taps": list(self.taps),

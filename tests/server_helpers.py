@@ -217,8 +217,13 @@ def open_raw(server: Running, body: Mapping[str, Any], receive_buffer: int | Non
     connection.settimeout(PATIENCE)
     connection.connect(("127.0.0.1", server.port))
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    connection.sendall("\r\n".join((*head, "", "")).encode() + data)
     return connection
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -135,3 +137,15 @@ def test_a_server_times_passes_when_the_first_request_speculates(method: str, mo
     monkeypatch.setattr(serve, "make_server", Unlistening)
     serve.serve(lambda: llm, ServerConfig(port=0), lambda line: None)
     assert served == [0.5]
+
+
+def test_the_interpreter_ends_while_the_engine_computes() -> None:
+    program = (
+        "import atexit\n"
+        "engines = []\n"
+        "atexit.register(lambda: print('alive' if engines[0].is_alive else 'closed'))\n"
+        "from foredraft.server.async_llm import AsyncLLM\n"
+        "engines.append(AsyncLLM(None))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr

@@ -152,6 +152,7 @@ def test_composed_characters_are_one_for_qwen() -> None:
         ({"model": "t5"}, UnsupportedModelError, "t5"),
         ({"model": None}, ModelFileError, "tokenizer.ggml.model"),
         ({"pre": "martian"}, UnsupportedModelError, "martian"),
+        ({"pre": ["smollm"]}, UnsupportedModelError, "smollm"),
         ({"tokens": None}, ModelFileError, "tokens"),
         ({"token_type": [1]}, ModelFileError, "token_type"),
         ({"merges": ["a"]}, ModelFileError, "merges"),
@@ -162,6 +163,12 @@ def test_composed_characters_are_one_for_qwen() -> None:
 def test_broken_metadata_is_named(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         from_metadata(**changes)
+
+
+def test_scores_that_cannot_be_ordered_end_in_a_traceback() -> None:
+    scores: list[Any] = [[1.0], ["x"]] * len(sentence_piece_tokens()[0])
+    with pytest.raises(ModelFileError, match="one number per token"):
+        from_metadata(sentence_piece_metadata, scores=scores[: len(scores) // 2])
 
 
 def test_an_unknown_decoder_is_refused() -> None:
@@ -194,6 +201,14 @@ def test_lone_surrogates_are_refused_and_foreign_ids_have_no_text() -> None:
     with pytest.raises(RequestError, match="surrogate"):
         BYTES.encode("a\ud800")
     assert BYTES.decode([10**6, -1, 2**40]) == ""
+
+
+@each
+def test_an_unknown_token_id_is_kept_for_ever(tokenizer: Tokenizer) -> None:
+    tokenizer.decode(range(tokenizer.vocab_size))
+    num_kept = len(tokenizer._pieces)
+    assert tokenizer.decode([*range(tokenizer.vocab_size, tokenizer.vocab_size + 100), -1, 2**40]) == ""
+    assert len(tokenizer._pieces) == num_kept > 0
 
 
 # ------------------------------------------------------------------------------------------------ streaming

@@ -161,6 +161,18 @@ def test_a_stream_names_the_wrong_tokens(server: Running) -> None:
     assert decoded == text
 
 
+def test_a_stream_leaves_out_special_tokens_that_were_asked_for(server: Running) -> None:
+    # The end-of-sequence token is made so likely that the answer has it.
+    body = ask(logit_bias={"1": 8.0}, temperature=1.0, stream=True, stream_options={"include_speculation": True})
+    for skips in (False, True):
+        chunks = read_events(server.post("/v1/chat/completions", {**body, "skip_special_tokens": skips}))
+        text = joined_chat(chunks)["choices"][0]["text"]
+        tokens = [token for chunk in chunks[1:-1] for token in chunk["foredraft"]["tokens"]]
+        told = "".join(token["text"] for token in tokens)
+        assert any(token["id"] == 1 for token in tokens) and ("</s>" in told) == (not skips)
+        assert text.startswith(told)
+
+
 def test_statistics_come_unasked_or_not_at_all(server: Running) -> None:
     assert "statistics" not in server.post("/v1/chat/completions", ask()).json()["foredraft"]
     answer = server.post("/v1/chat/completions", ask(speculation_statistics=True)).json()

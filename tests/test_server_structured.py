@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from foredraft import grammar
+from foredraft.server.tools import read_call
 from server_helpers import (
     MODEL,
     PATIENCE,
@@ -168,6 +169,11 @@ def test_a_call_that_is_cut_is_told_as_a_call(server: Running) -> None:
     body = body_of(tools=TOOLS, tool_choice="required", max_tokens=5)
     (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"] and choice["message"]["content"]
+
+
+def test_a_call_that_is_too_deep_ends_in_an_error() -> None:
+    depth = 200_000
+    assert read_call('{"name": "f", "arguments": ' + "[" * depth + "]" * depth + "}", "call") is None
 
 
 def test_a_conversation_with_calls_is_not_understood(server: Running) -> None:

@@ -5,7 +5,7 @@ Owns: that a setting has the right type and a sane range before it is used.  Doe
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +27,17 @@ class Fields:
         """The raw value, or None."""
         return self.values.get(self.prefix + key)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1.
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least ``least``.
 
         Raises:
             ModelFileError: absent without a default, or not such a number.
         """
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
-            raise ModelFileError(f"{self.source}: {self.prefix}{key} must be a whole number of at least 1, not {_short(value)}.")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
+            raise ModelFileError(
+                f"{self.source}: {self.prefix}{key} must be a whole number of at least {least}, not {_short(value)}."
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -45,7 +47,7 @@ class Fields:
             ModelFileError: absent without a default, or not such a number.
         """
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise ModelFileError(f"{self.source}: {self.prefix}{key} must be a finite number above 0, not {_short(value)}.")
         return float(value)
 

@@ -139,7 +139,7 @@ def _sliding_layers(model_type: str, fields: Fields, num_layers: int) -> list[bo
         every = fields.size("_sliding_window_pattern", fields.size("sliding_window_pattern"))
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
     slides = model_type != "llama" and fields.get("sliding_window") is not None
-    first = int(fields.get("max_window_layers") or 0) if model_type in ("qwen2", "qwen3") else 0
+    first = fields.size("max_window_layers", least=0) if model_type in ("qwen2", "qwen3") else 0
     return [slides and layer >= first for layer in range(num_layers)]
 
 

@@ -147,7 +147,7 @@ def _byte_level(meta: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[Backen
     from tokenizers import Tokenizer as Backend
 
     name = meta.get("tokenizer.ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
             f"{vocabulary.source}: pre-tokenizer {name!r} is not supported; choose a model with one of {known}."
@@ -176,8 +176,12 @@ def _sentence_piece(meta: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[Ba
     from tokenizers import decoders, models, normalizers
 
     scores = meta.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
-        raise ModelFileError(f"{vocabulary.source}: tokenizer.ggml.scores must have one entry per token; fetch the file again.")
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(vocabulary.tokens)
+        or not all(isinstance(score, (int, float)) for score in scores)
+    ):
+        raise ModelFileError(f"{vocabulary.source}: tokenizer.ggml.scores must have one number per token; fetch the file again.")
     unknown = None if vocabulary.unknown_id is None else vocabulary.tokens[vocabulary.unknown_id]
     options = {"byte_fallback": "<0x00>" in vocabulary.ids, "fuse_unk": True, "unk_token": unknown}
     backend = Backend(_bpe(models.BPE, vocabulary, merges_from_scores(vocabulary, scores), **options))

@@ -84,7 +84,10 @@ class Tokenizer:
         """The bytes that a token stands for; empty for an id outside the vocabulary."""
         piece = self._pieces.get(token)
         if piece is None:
-            piece = self._pieces[token] = self._compute_bytes(token)
+            piece = self._compute_bytes(token)
+            # Requests may name any number of ids outside the vocabulary, so nothing is kept of those.
+            if piece:
+                self._pieces[token] = piece
         return piece
 
     def _compute_bytes(self, token: int) -> bytes:

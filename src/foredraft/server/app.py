@@ -58,6 +58,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "A field is wrong; the error names it.",
         401: "The API key is missing or wrong.",
+        403: "The request was sent to a name that is not this machine's.",
         404: "No such model.",
         408: "It took too long.",
         413: "The body is too large.",
@@ -172,14 +173,15 @@ class Server:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages.", "prompt")
-        ids = await asyncio.to_thread(self._encode, body)
+        return await asyncio.to_thread(self._tokenized, body)
+
+    def _tokenized(self, body: TokenizeRequest) -> Response:
+        if body.prompt is not None:
+            ids = self.tokenizer.encode(body.prompt, body.add_special_tokens)
+        else:
+            ids = self.tokenizer.encode_chat(plain_messages(body.messages or []), body.add_generation_prompt)
         strings = {"token_strs": [self.tokenizer.decode([token], False) for token in ids]} if body.return_token_strs else {}
         return json_response({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, **strings})
-
-    def _encode(self, body: TokenizeRequest) -> list[int]:
-        if body.prompt is not None:
-            return self.tokenizer.encode(body.prompt, body.add_special_tokens)
-        return self.tokenizer.encode_chat(plain_messages(body.messages or []), body.add_generation_prompt)
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""

@@ -6,6 +6,7 @@ Owns: the hand-over between event loops and the engine's thread.  Does not know:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import queue
 import threading
@@ -124,6 +125,8 @@ class AsyncLLM:
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="foredraft-engine", daemon=True)
         self._thread.start()
+        # A thread that comes back from a pass while the interpreter ends would abort the process.
+        atexit.register(self.close)
 
     @property
     def is_alive(self) -> bool:
@@ -190,6 +193,7 @@ class AsyncLLM:
             self._closed = True
             self._commands.put(lambda: None)
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _post(self, command: Callable[[], None]) -> bool:
         """Hand a command to the engine's thread; False when nobody would ever run it."""

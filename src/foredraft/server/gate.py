@@ -1,7 +1,7 @@
 """What every request passes before and after it is handled: who asks, how much is sent, and a line in the log.
 
-Owns: authentication, the limit on bodies, the log of requests, and the end of a response whose reader has gone.  Does not know:
-what a body means.
+Owns: authentication, the names that requests may be sent to, the limit on bodies, the log of requests, and the end of a response
+whose reader has gone.  Does not know: what a body means.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -19,7 +20,8 @@ import anyio
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foredraft.server.problems import Problem
+from foredraft.errors import shown
+from foredraft.server.problems import Problem, problem_of
 from foredraft.server.settings import ServerConfig
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ OPEN_PATHS = ("/", "/health", "/favicon.ico")
 OPEN_PREFIX = "/page/"
 # Asked for again and again by pages and watchers; logged only when something is wrong.
 POLLED_PATHS = ("/health", "/metrics", "/v1/speculation")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 logger = logging.getLogger("foredraft.server")
 
@@ -52,6 +55,34 @@ class Keys:
         return given.hex() if any(matches) and scheme.lower() == "bearer" else None
 
 
+class Hosts:
+    """The names that requests may be sent to: any, but for a server without keys that only this machine can reach.
+
+    The page of another site can let its own name point to this machine (DNS rebinding).  The browser then takes the server for a
+    part of that site, so that the rules on origins do not hold; what gives it away is the ``Host`` header.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._names = {*LOCAL_NAMES, config.host.lower()} if config.is_local and not config.api_keys else None
+
+    def check(self, host: bytes | None) -> None:
+        """Let a request with this ``Host`` header pass; HTTP/1.0, which no browser speaks, needs none.
+
+        Raises:
+            Problem: it was sent to another name.
+        """
+        if self._names is None or host is None:
+            return
+        name = host.decode("latin-1")
+        if re.sub(r":[0-9]*\Z", "", name).lower() not in self._names:
+            raise Problem(
+                403,
+                f"without API keys the Host header must be localhost, 127.0.0.1 or [::1], not {shown(name)}; "
+                "ask one of them, or start the server with --api-key.",
+                code="wrong_host",
+            )
+
+
 class Gate:
     """ASGI middleware.  ``scope["state"]`` gets ``request_id``, ``tenant`` and a ``log`` that handlers may add to."""
 
@@ -59,6 +90,7 @@ class Gate:
         self._app = app
         self._config = config
         self._count = count
+        self._hosts = Hosts(config)
         self._keys = Keys(config.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,6 +112,12 @@ class Gate:
 
         try:
             await self._admit(scope, receive, send_on)
+        except Exception as error:
+            if status:  # too late for another answer
+                raise
+            # Answered here, so that what is counted, logged and sent along is that of any other answer.
+            logger.error("a request failed", exc_info=error)
+            await problem_of(error).response()(scope, receive, send_on)
         finally:
             route = scope.get("route")
             path = getattr(route, "path", "other")
@@ -92,21 +130,23 @@ class Gate:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        path = scope["path"]
-        if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX) and scope["method"] != "OPTIONS":
-            tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
-            if tenant is None:
-                problem = Problem(401, "the API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
-                await problem.response()(scope, receive, send)
-                return
-            scope["state"]["tenant"] = tenant
         try:
+            self._hosts.check(headers.get(b"host"))
+            self._check_key(headers, scope)
             body = await read_body(headers, receive, self._config.max_body_bytes, self._config.body_timeout)
         except Problem as problem:
             await problem.response()(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, replay(body, receive), send)
+
+    def _check_key(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
+        path = scope["path"]
+        if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX) and scope["method"] != "OPTIONS":
+            tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+            if tenant is None:
+                raise Problem(401, "the API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
+            scope["state"]["tenant"] = tenant
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int, seconds: float) -> bytes | None:

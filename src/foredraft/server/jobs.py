@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from foredraft.errors import shown
 from foredraft.llm import LLM
 from foredraft.params import SamplingParams
 from foredraft.server.problems import STRUCTURED, bad_request, problem_of
@@ -76,6 +77,8 @@ class JobMaker:
     def __init__(self, llm: LLM, config: ServerConfig, draw_seed: Callable[[], int]) -> None:
         self._tokenizer = llm.checkpoint.tokenizer
         self._grammars = llm.grammars
+        self._vocab_size = llm.target.vocab_size
+        self._check_length = llm.engine.check
         self._max_model_len = llm.max_model_len
         self._max_cached = llm.kv.num_blocks * llm.kv.block_size
         self._config = config
@@ -124,6 +127,7 @@ class JobMaker:
         seed = self._draw_seed() if body.seed is None else body.seed
         try:
             params = SamplingParams(**carried, max_tokens=max_tokens, seed=seed, logprobs=num_top)
+            self._check_prompts(prompts, params.max_tokens)
             if params.structured_outputs is not None:
                 self._grammars.start(params.structured_outputs)  # the engine finds it compiled, and no answer waits for it
         except RequestError as error:
@@ -149,11 +153,20 @@ class JobMaker:
         if num_choices > config.max_choices:
             name = "n" if num_prompts == 1 else "prompt"
             raise bad_request(
-                f"{name} asks for {num_choices} answers, and one request may have {config.max_choices}; send several requests.",
+                f"{name} asks for {shown(num_choices)} answers, and one request may have {config.max_choices}; "
+                "send several requests.",
                 name,
             )
         if isinstance(body.stop, list) and len(body.stop) > config.max_stop_strings:
             raise bad_request(f"stop may hold at most {config.max_stop_strings} strings, not {len(body.stop)}.", "stop")
+
+    def _check_prompts(self, prompts: list[list[int]], max_tokens: int) -> None:
+        """What the engine will check, done here, since a reply reads the prompts before it asks the engine."""
+        for prompt in prompts:
+            wrong = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"prompt token ids must be from 0 to {self._vocab_size - 1}, not {shown(wrong)}; remove it.")
+            self._check_length(len(prompt), max_tokens)
 
     def _num_top(self, num: int, name: str) -> int:
         most = self._config.max_logprobs

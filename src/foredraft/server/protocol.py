@@ -5,14 +5,29 @@ Owns: names, types and defaults of their fields.  Does not know: what is done wi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from foredraft.types import RequestError, refuse_unknown
 
+T = TypeVar("T")
+
+
+@dataclass(unsafe_hash=True)
+class _FirstOnly(FailFast):
+    """FailFast that may stand in a union, whose parts have to be hashable."""
+
+
+# Only one wrong item is told; to collect the million that a body can hold would hold up all other requests.
+Items = Annotated[list[T], _FirstOnly()]
+
+# To compare a longer name with ours would take long and tell nothing.
+LONGEST_NAME = 200
 # Fields that OpenAI or vLLM know and this server does not honour.  With null or the value given here they change nothing.
 NEUTRAL: Mapping[str, Any] = {
     "audio": None,
@@ -57,7 +72,7 @@ class Body(BaseModel):
                 known[name] = value
             elif name not in NEUTRAL:
                 try:
-                    refuse_unknown("field", name, names, RequestError)
+                    refuse_unknown("field", name[:LONGEST_NAME], names, RequestError)
                 except RequestError as error:
                     raise PydanticCustomError("unknown_field", "{text}", {"text": str(error), "name": name}) from error
             elif value is not None and value != NEUTRAL[name]:
@@ -123,9 +138,13 @@ class StructuredFields(Body):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class SamplingFields(Body):
@@ -139,7 +158,7 @@ class SamplingFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, float] | None = None
@@ -147,23 +166,31 @@ class SamplingFields(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     speculative: dict[str, Any] | None = Field(
         None, description="This request's own method, num_speculative_tokens and adaptive.", examples=[{"method": "none"}]
     )
     speculation_statistics: bool = Field(False, description="Put the request's statistics into the response.")
     user: str | None = Field(None, description="Taken for the sake of clients that send it; changes nothing.")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _first_wrong_bias(cls, bias: Any) -> Any:
+        """One wrong entry alone when there is any: objects have no FailFast."""
+        if not isinstance(bias, dict):
+            return bias
+        return next(({token: value} for token, value in bias.items() if not _is_bias(value)), bias)
 
 
 class TextPart(Body):
@@ -192,9 +219,9 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -208,11 +235,11 @@ class Message(Body):
 class ChatRequest(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -220,7 +247,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     logprobs: int | None = None
 
 
@@ -229,7 +256,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -239,4 +266,4 @@ class DetokenizeRequest(Body):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

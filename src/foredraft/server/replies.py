@@ -55,15 +55,23 @@ class Reply:
         self._tokenizer = tokenizer
         self._ended: set[int] = set()
         self._has_begun = False
-        self.num_completion = 0
-        self._texts = [Detokenizer(tokenizer, prompt) for prompt in job.prompts for _ in range(job.params.n)]
+        self.num_tokens = [0] * len(job.prompts)
+        skips = job.params.skip_special_tokens
+        self._texts = [
+            Detokenizer(tokenizer, prompt, skip_special_tokens=skips) for prompt in job.prompts for _ in range(job.params.n)
+        ]
+
+    @property
+    def num_completion(self) -> int:
+        """Tokens of all answers so far; ``num_tokens`` are those of each prompt's."""
+        return sum(self.num_tokens)
 
     # -------------------------------------------------------------------------------------------- whole
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response to a request that is not streamed."""
         pairs = [(self._index(i, choice), choice) for i, output in enumerate(outputs) for choice in output.outputs]
-        self.num_completion = sum(len(choice.token_ids) for _, choice in pairs)
+        self.num_tokens = [sum(len(choice.token_ids) for choice in output.outputs) for output in outputs]
         own: dict[str, Any] = {"seed": outputs[0].seed}
         if self._job.statistics:
             own["statistics"] = statistics_of(outputs)
@@ -88,7 +96,7 @@ class Reply:
             index = self._index(prompt_index, choice)
             has_ended = choice.finish_reason is not None and index not in self._ended
             shows_tokens = choice.token_ids and (self._job.num_top is not None or self._job.include_speculation)
-            self.num_completion += len(choice.token_ids)
+            self.num_tokens[prompt_index] += len(choice.token_ids)
             if not (choice.text or shows_tokens or has_ended):
                 continue
             own = {"foredraft": self._tokens(index, choice)} if self._job.include_speculation else {}

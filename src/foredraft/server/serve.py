@@ -29,7 +29,6 @@ from foredraft.types import ConfigError
 # Whole numbers up to here are exact in every client, JavaScript included.
 SEED_BITS = 53
 CLOSE_SECONDS = 5
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class JsonLines(logging.Formatter):
@@ -161,6 +160,6 @@ def serve(open_llm: Callable[[], LLM], config: ServerConfig, tell: Callable[[str
         server = make_server(llm, config, tell)
         host, port = listener.getsockname()[:2]
         tell(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}  (Ctrl-C stops)")
-        if not config.api_keys and config.host not in LOOPBACK:
+        if not config.api_keys and not config.is_local:
             tell("anyone who can reach this address may use it; see --api-key")
         asyncio.run(server.serve([listener]))

@@ -83,17 +83,17 @@ class _Run:
                 stream.close()
             self._service.admission.leave(self.job.num_choices, time.perf_counter() - self._start)
 
-    def note(self, outputs: Sequence[RequestOutput], num_completion: int, finish_reasons: Sequence[str | None]) -> None:
-        """Put what came of it into log and metrics."""
+    def note(self, outputs: Sequence[RequestOutput], num_tokens: Sequence[int], finish_reasons: Sequence[str | None]) -> None:
+        """Put what came of it into log and metrics; ``num_tokens`` are those of each prompt's answers."""
         first = outputs[0].metrics.time_to_first_token
         self.log.update(
             prompt_tokens=sum(len(prompt) for prompt in self.job.prompts),
-            completion_tokens=num_completion,
+            completion_tokens=sum(num_tokens),
             finish_reasons=list(finish_reasons),
             seconds_to_first_token=None if first is None else round(first, 4),
         )
-        for output in outputs:
-            self._service.metrics.count_answer(output, num_completion // len(outputs))
+        for output, num in zip(outputs, num_tokens, strict=True):
+            self._service.metrics.count_answer(output, num)
 
 
 class Service:
@@ -124,7 +124,7 @@ class Service:
             run.log["ended"] = "the client left"
             return Response(status_code=499)
         body = reply.whole(outputs)
-        run.note(outputs, reply.num_completion, [choice.finish_reason for output in outputs for choice in output.outputs])
+        run.note(outputs, reply.num_tokens, [choice.finish_reason for output in outputs for choice in output.outputs])
         if self.config.log_prompts:
             run.log["answers"] = [choice.text for output in outputs for choice in output.outputs]
         return json_response(body)
@@ -141,17 +141,23 @@ class Service:
         """Chunks as JSON, then ``[DONE]``; an error ends them instead."""
         last: dict[int, RequestOutput] = {}
         reasons: list[str | None] = []
+        pieces: dict[tuple[int, int], list[str]] = {}
         try:
             for chunk in reply.opening():
                 yield dumps(chunk)
             async for index, output in _merged(run):
                 last[index] = output
                 _check([output])
+                if self.config.log_prompts:
+                    for choice in output.outputs:
+                        pieces.setdefault((index, choice.index), []).append(choice.text)
                 for chunk in reply.chunks(index, output):
                     yield dumps(chunk)
-                    reasons += [reason for choice in chunk["choices"] if (reason := choice["finish_reason"]) is not None]
+                    reasons += [reason for one in chunk["choices"] if (reason := one["finish_reason"]) is not None]
             outputs = [last[index] for index in sorted(last)]
-            run.note(outputs, reply.num_completion, reasons)
+            run.note(outputs, reply.num_tokens, reasons)
+            if self.config.log_prompts:
+                run.log["answers"] = ["".join(pieces[place]) for place in sorted(pieces)]
             for chunk in reply.closing(outputs):
                 yield dumps(chunk)
             yield "[DONE]"

@@ -5,6 +5,7 @@ Owns: ServerConfig, its names, defaults and ranges.  Does not know: the engine's
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 
 from foredraft.params import MAX_LOGPROBS, MAX_STOP_STRINGS
@@ -62,6 +63,14 @@ class ServerConfig:
             raise ConfigError("an API key must be printable ASCII without spaces; choose another.")
         if "*" in self.cors_origins and len(self.cors_origins) > 1:
             raise ConfigError('cors_origins must be "*" alone or a list of origins; leave one of them out.')
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

@@ -101,6 +101,6 @@ def read_call(text: str, call_id: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return {"id": call_id, "type": "function", "function": function}

@@ -132,11 +132,11 @@ struct Barrier {
   int count = 1;
   int patience = 2000;  // turns before a waiting thread offers its processor to others
   int arrived = 0;
-  int generation = 0;
+  unsigned generation = 0;
 
   void wait() {
     if (count == 1) return;
-    int now = __atomic_load_n(&generation, __ATOMIC_ACQUIRE);
+    const unsigned now = __atomic_load_n(&generation, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == count) {
       __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
       __atomic_store_n(&generation, now + 1, __ATOMIC_RELEASE);

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -253,3 +256,27 @@ def test_a_number_of_heads_for_one_key_is_not_served(num_heads: int) -> None:
     expected = reference.forward([Rows(tokens, 0, 20, range(5))]).logits[0]
     model = NativeModel(architecture, weights, dtype="auto", **sizes)
     np.testing.assert_allclose(model.forward([Rows(tokens, 0, 20, range(5))]).logits[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_waits_for_ever_for_threads_that_stayed_behind() -> None:
+    model = make_native("llama", "Q4_1", threads=2)
+    one_pass(model, [1, 2], [0])
+    child = os.fork()
+    if child == 0:
+        try:
+            one_pass(model, [1, 2], [0])
+        except RuntimeError as error:
+            # To give the model up must not wait either.
+            del model
+            os._exit(0 if "its threads stayed behind" in str(error) else 1)
+        os._exit(2)
+    deadline = time.monotonic() + 60
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended and os.waitstatus_to_exitcode(status) == 0

@@ -208,22 +208,25 @@ class NativeModel:
             weight.format for weight in weights.values() if len(weight.shape) == 2 and run_format(weight, dtype) == weight.format
         }
         self._repacked = sorted({weight.format for weight in weights.values() if len(weight.shape) == 2} - kept)
-        self._model = extension.Model(
-            architecture.hidden_size,
-            architecture.intermediate_size,
-            architecture.num_heads,
-            architecture.num_kv_heads,
-            architecture.head_dim,
-            block_size,
-            architecture.num_layers,
-            architecture.rms_norm_eps,
-            architecture.scale,
-            architecture.embedding_scale,
-            architecture.activation == "gelu_tanh",
-            self.half_cache,
-            self.threads,
-            instruction_set or "",
-        )
+        try:
+            self._model = extension.Model(
+                architecture.hidden_size,
+                architecture.intermediate_size,
+                architecture.num_heads,
+                architecture.num_kv_heads,
+                architecture.head_dim,
+                block_size,
+                architecture.num_layers,
+                architecture.rms_norm_eps,
+                architecture.scale,
+                architecture.embedding_scale,
+                architecture.activation == "gelu_tanh",
+                self.half_cache,
+                self.threads,
+                instruction_set or "",
+            )
+        except RuntimeError as error:
+            raise ConfigError(f"{self.threads} threads could not be started here ({error}); lower threads.") from error
         self.kv_bytes = architecture.kv_bytes_per_token(2 if self.half_cache else 4) * num_blocks * block_size
         # Everything that the extension holds pointers into.
         self._kept: list[Any] = []

@@ -179,6 +179,7 @@ def test_the_command_makes_a_file_that_cannot_be_loaded(model: Model, tmp_path: 
         (["--temperatures", "warm"], "--temperatures must be numbers"),
         (["--seed", "-1"], "seed must be from 0"),
         (["--prompts", "missing.txt"], "missing.txt"),
+        (["--max-bytes", "9999"], "--max-bytes must be at least 10000, not 9999"),
     ],
 )
 def test_a_wrong_option_is_found_after_the_model_was_loaded(
@@ -186,6 +187,11 @@ def test_a_wrong_option_is_found_after_the_model_was_loaded(
 ) -> None:
     assert train(tmp_path / "a", *arguments) == 2
     assert says in capsys.readouterr().err and model.calls == []
+
+
+def test_a_file_is_larger_than_it_may_be(model: Model, tmp_path: Path) -> None:
+    assert train(tmp_path / "a", "--tokens", "1500") == train(tmp_path / "b", "--tokens", "1500", "--max-bytes", "10000") == 0
+    assert (tmp_path / "b").stat().st_size <= 10_000 < (tmp_path / "a").stat().st_size
 
 
 def test_an_out_that_cannot_be_written_fails_after_hours(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

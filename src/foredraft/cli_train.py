@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foredraft.train.collect import Collector, Recipe
     from foredraft.train.features import StateFiles, StateRecorder, Text
 
-MIN_TOKENS = 1000
+MIN_TOKENS, LEAST_BYTES = 1000, 10_000
 RECORDER = "states"
 
 train = typer.Typer(
@@ -42,6 +42,7 @@ def suffix(
         str | None, typer.Option(metavar="FILE", help="Prompts to answer besides those that the model makes up (JSON Lines).")
     ] = None,
     temperatures: Annotated[str, typer.Option(metavar="T,T", help="Of the answers, in turn.")] = "0,0,0,0.7",
+    max_bytes: Annotated[int, typer.Option(metavar="N", help="Largest file; what is most frequent is kept.")] = 8_000_000,
     seed: Annotated[int, typer.Option(help="Same seed, same texts, same file.")] = 0,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
@@ -56,13 +57,16 @@ def suffix(
     from foredraft.terminal import note
     from foredraft.train.collect import Recipe
     from foredraft.train.suffix import NUM_DRAFTED, fit
+    from foredraft.types import ConfigError
 
     recipe = Recipe(seed=seed, temperatures=_numbers(temperatures))
+    if max_bytes < LEAST_BYTES:
+        raise ConfigError(f"--max-bytes must be at least {LEAST_BYTES}, not {max_bytes}; raise it.")
     check_writable(out)
     _refuse_others_file(out)
     llm, collector = _collector(model, tokens, prompts, recipe, device, threads)
     tokenizer, name = llm.checkpoint.tokenizer, llm.checkpoint.name
-    fitted = fit(collector.collect(tokens), llm.target.vocab_size)
+    fitted = fit(collector.collect(tokens), llm.target.vocab_size, max_bytes)
     provenance = {
         "foredraft": __version__,
         "recipe": asdict(recipe),

@@ -48,7 +48,7 @@ GROUPS = {
 FLIP_EVERY = 50
 SEGMENT = 16
 BATCH = 16
-LEAST_HOSTILE, BATCHES = 16, 6
+LEAST_HOSTILE, BATCHES = 16, 4
 Prompts = list[list[int]]
 MakeDrafters = Callable[[Mapping[tuple[int, ...], Sequence[int]]], dict[str, Drafter]]
 

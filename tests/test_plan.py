@@ -318,7 +318,10 @@ def test_what_is_shipped_is_planned_without_or_a_head_is_replayed_otherwise_than
         options = PlanOptions(model=MODEL, num_speculative_tokens=2)
         if name == "eagle3":
             parts = DraftParts(llm.checkpoint, llm.config, SpeculativeConfig())
-            method = plan_measure._replayed_head(options, [record], llm, parts, print)
+            long, notes = Record([1] * (llm.max_model_len + 1), 1), list[str]()
+            (method,) = plan_measure._replayed_head(options, [record, long], llm, parts, print, notes)
+            assert f"eagle3 was not replayed over requests of more than {llm.max_model_len} tokens: 1." in notes
+            assert plan_measure._replayed_head(options, [long], llm, parts, print, notes) == []
         else:
             subject = Subject(MODEL, dims_of(llm.checkpoint.architecture, MODEL), llm.checkpoint.tokenizer, llm.checkpoint)
             method = replayed_methods(options, [record], subject, None, print, [])[1]

@@ -50,7 +50,7 @@ class Pool {
   int size() const { return int(workers_.size()) + 1; }
 
   void run(const std::function<void(int, Barrier&)>& task) {
-    if (getpid() != owner_) {
+    if (!workers_.empty() && getpid() != owner_) {
       throw std::runtime_error(
           "this model was loaded before the process was forked, and its threads stayed behind; load it in the new process.");
     }

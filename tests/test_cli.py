@@ -405,6 +405,19 @@ def test_a_file_that_may_not_be_written_is_found_at_the_end(tmp_path: Path) -> N
         cli_options.check_output("--json", path)
 
 
+def test_figures_that_nobody_else_may_read_are_opened_to_all(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "new", "{}")
+    finally:
+        os.umask(before)
+    (tmp_path / "old").write_text("{}")
+    (tmp_path / "old").chmod(0o640)
+    write_text(tmp_path / "old", "[]")
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "old")] == [0o600, 0o640]
+    assert (tmp_path / "old").read_text() == "[]"
+
+
 def test_a_device_is_replaced_by_a_file_or_refused() -> None:
     null = Path("/dev/null")
     cli_options.check_output("--json", null)

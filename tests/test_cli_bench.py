@@ -166,7 +166,8 @@ def test_figures_are_lost_where_their_file_cannot_be_written(run: Run, monkeypat
     assert kept.read_text() == "parts"
 
 
-def test_a_bench_without_a_file_writes_one(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [[], ["--json", "/dev/null"]])
+def test_a_bench_without_a_file_writes_one(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: list[str]) -> None:
     journals: list[Path | None] = []
 
     def run_bench(options: Any, progress: Any, journal: Path | None) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def test_a_bench_without_a_file_writes_one(run: Run, monkeypatch: pytest.MonkeyP
 
     scripted_bench(monkeypatch, run_bench)
     monkeypatch.chdir(tmp_path)
-    assert run(None, "bench", "m") == (0, 'a table\n{"overall":[]}\n', "")
+    assert run(None, "bench", "m", *file) == (0, 'a table\n{"overall":[]}\n', "")
     assert journals == [None] and list(tmp_path.iterdir()) == []
 
 

@@ -111,6 +111,8 @@ def test_an_empty_or_absent_log_is_planned_with(tmp_path: Path) -> None:
 
 
 def test_prompts_of_a_file_are_read_in_part(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    assert read_prompts(write(tmp_path, {"messages": [USER, call]})) == [[USER]]
     lines = [{"prompt": "one"}, {"messages": [USER, ANSWER]}, {"messages": [USER]}, {"turns": ["first", "second"], "category": "x"}]
     assert read_prompts(write(tmp_path, *lines)) == ["one", [USER], [USER], "first"]
     assert read_prompts(write(tmp_path, "one\n\n two ", name="prompts.txt")) == ["one", "two"]

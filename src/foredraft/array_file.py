@@ -59,7 +59,7 @@ def write_arrays(path: Path, header: Mapping[str, Any], arrays: Mapping[str, Arr
     write_whole(path, b"".join([MAGIC, hashlib.sha256(rest).digest(), rest]))
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write ``data`` to ``path``; what was there stays until all of it is written.  The folder is made.
 
     Raises:
@@ -67,7 +67,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, data)
+        _replace(path, data, mode)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CapacityError(
@@ -76,7 +76,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As ``write_whole``; what is no plain file, as a device or a pipe, is written to as it is.
+    """As ``write_whole``, but who may read it is as it was; what is no plain file, as a device or a pipe, is written to as it is.
 
     Raises:
         CapacityError: it cannot be written.
@@ -86,9 +86,16 @@ def write_text(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         path = path.resolve()
+        mode = path.stat().st_mode if path.exists() else _mode_of_new_files()
     except OSError as error:
         raise CapacityError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from error
-    write_whole(path, text.encode())
+    write_whole(path, text.encode(), mode & 0o777)
+
+
+def _mode_of_new_files() -> int:
+    mask = os.umask(0)  # there is no other way to ask
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def check_writable(path: Path) -> None:
@@ -107,7 +114,7 @@ def check_writable(path: Path) -> None:
         raise CapacityError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from error
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes, mode: int) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -115,7 +122,7 @@ def _replace(path: Path, data: bytes) -> None:
             out.flush()
             os.fsync(out.fileno())
         # mkstemp makes files for their owner alone.
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -135,7 +135,9 @@ def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | Non
     if report_file is not None:
         report.plotting()
     output = json_file or report_file
-    journal = None if output is None else output.with_name(f"{output.name}.part")
+    # Beside a device or a pipe there is no place for one.
+    has_place = output is not None and (output.is_file() or not output.exists())
+    journal = output.with_name(f"{output.name}.part") if output is not None and has_place else None
     fetch_model(model)
     try:
         with PartsBar() as bar:

@@ -170,8 +170,9 @@ def _texts(entry: Mapping[str, Any]) -> tuple[Prompt, str]:
 
 def _prompt(entry: Mapping[str, Any]) -> Prompt:
     if "messages" in entry:
-        messages: list[Message] = [{**one, "content": _content(one)} for one in _messages(entry["messages"])]
-        return messages[:-1] if messages[-1].get("role") == "assistant" and len(messages) > 1 else messages
+        messages = _messages(entry["messages"])
+        asked = messages[:-1] if messages[-1].get("role") == "assistant" and len(messages) > 1 else messages
+        return [{**one, "content": _content(one)} for one in asked]
     turns = entry.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():

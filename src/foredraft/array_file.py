@@ -82,7 +82,7 @@ def write_text(path: Path, text: str) -> None:
         CapacityError: it cannot be written.
     """
     try:
-        if path.exists() and not path.is_file():
+        if is_special(path):
             path.write_text(text, encoding="utf-8")
             return
         path = path.resolve()
@@ -90,6 +90,11 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise CapacityError(f"{path} cannot be written ({error.strerror or error}); choose another place.") from error
     write_whole(path, text.encode(), mode & 0o777)
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something that cannot be replaced by a file, as a device or a pipe."""
+    return path.exists() and not path.is_file()
 
 
 def _mode_of_new_files() -> int:

@@ -128,6 +128,7 @@ def fetch_model(model: str) -> None:
 def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | None, report_file: Path | None) -> None:
     from foredraft import bench as module
     from foredraft import bench_report, report
+    from foredraft.array_file import is_special
     from foredraft.bench_table import format_table
     from foredraft.terminal import PartsBar, note
 
@@ -136,8 +137,7 @@ def _bench_answers(model: str, options: Mapping[str, Any], json_file: Path | Non
         report.plotting()
     output = json_file or report_file
     # Beside a device or a pipe there is no place for one.
-    has_place = output is not None and (output.is_file() or not output.exists())
-    journal = output.with_name(f"{output.name}.part") if output is not None and has_place else None
+    journal = None if output is None or is_special(output) else output.with_name(f"{output.name}.part")
     fetch_model(model)
     try:
         with PartsBar() as bar:

@@ -50,11 +50,12 @@ def check_output(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
+    from foredraft.array_file import is_special
+
     try:
-        is_there, is_special = path.exists(), path.exists() and not path.is_file()
-        is_wrong = path.is_dir() or (is_there and not os.access(path, os.W_OK))
+        is_wrong = path.is_dir() or (path.exists() and not os.access(path, os.W_OK))
         # A file is written beside its place first; a device or a pipe as it is.
-        is_wrong = is_wrong or not (is_special or os.access(path.resolve().parent, os.W_OK))
+        is_wrong = is_wrong or not (is_special(path) or os.access(path.resolve().parent, os.W_OK))
     except (OSError, RuntimeError):  # a name too long, a folder that may not be entered, a loop of links
         is_wrong = True
     if is_wrong:

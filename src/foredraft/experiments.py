@@ -76,8 +76,7 @@ def run_experiments(options: ExperimentOptions, progress: Progress) -> dict[str,
     for line in llm.describe():
         progress.note(line)
     machine = describe_machine()
-    prompts = _prompts(llm, options.max_tokens)
-    bench = Bench(llm, prompts, options.max_tokens, options.repeats, options.seed)
+    bench = Bench(llm, _prompts(llm, options.max_tokens), options.max_tokens, options.repeats, options.seed)
     names = [name for name in EXPERIMENTS if options.only is None or name in options.only]
     if "batch" in names:
         _check_room(bench)
